@@ -290,5 +290,6 @@ def _way_out(match: re.Match[str] | None) -> str:
     name = f"sm_{match['major']}{match['minor']}"
     for base in reversed(_FACTS):
         if runs_on(base, version_of(name)[:2]):
-            return f'arch="{base}"; its kernels also run on {name}'
+            also = f"; its kernels also run on {name}" if base != name else ""
+            return f'arch="{base}"{also}'
     return f'arch="{DEFAULT_ARCH}", whose kernels run on every newer architecture'

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flashgen as fg
+from flashgen.calls.ops import run_forward
 from flashgen.kernels.planner import invariant_splits, plan_splits
 from flashgen.kernels.planner.formulas import evaluate
 from flashgen.tools.cli.arguments import RunArguments
 from flashgen.tools.cli.call import random_call
-from flashgen.tools.cli.decoding import OTHER_PAGES, served_call
-from flashgen.tools.cli.inputs import Shape
+from flashgen.tools.cli.decoding import OTHER_PAGES, served_call, sizes_of
+from flashgen.tools.cli.inputs import Shape, changed_spec
 from tests.support.commands import CAUSAL, flashgen, rows
 from tests.support.examples import spec_path
 from tests.support.profiles import loaded
@@ -138,6 +140,41 @@ def test_the_profile_of_a_decoding_call_compares_both_launches() -> None:
     assert "a prediction, against" in line
 
 
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_codes_stand_for_the_keys_that_the_oracle_has(codes: str) -> None:
+    options: dict[str, Any] = {"shape": "2,4,2,3,40", "decode": True, "page": 16}
+    arguments = RunArguments(path=CAUSAL, **options, kv_dtype=codes)
+    spec = changed_spec(CAUSAL, arguments)
+    sizes = sizes_of(arguments, arguments.shape, spec)
+    call = random_call(spec, arguments, sizes, q_offset=37, capacity=48)
+    served = served_call(spec, call, arguments)
+    assert served.spec.kv_dtype == codes
+    assert served.operands[1].dtype == getattr(torch, codes)
+    found = run_forward(served.spec, *served.operands, **served.options, backend="tiled")
+    same = served.contiguous
+    expected = run_forward(spec, *same.operands, **same.options, backend="tiled")
+    assert torch.equal(found.out, expected.out)
+    assert (same.operands[1] - call.operands[1]).abs().max() < 0.5
+    assert not torch.equal(same.operands[1], call.operands[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("run", "result     pass"),
+        ("profile", "int8"),
+        ("report", "errors  2 results within the error rule"),
+    ],
+)
+def test_commands_compute_calls_on_codes(command: str, says: str, tmp_path: Path) -> None:
+    how = ["--decode", "--page", "16", "--kv-dtype", "int8", "--shape", "1,2,1,1,60"]
+    how += ["--output", str(tmp_path / "report.html")] if command == "report" else []
+    result = flashgen(command, CAUSAL, *how)
+    assert result.exit_code == 0, result.output
+    assert says in result.stdout
+
+
 @pytest.mark.parametrize(
     ("command", "options", "what"),
     [
@@ -150,6 +187,7 @@ def test_the_profile_of_a_decoding_call_compares_both_launches() -> None:
         ("plan", ["--decode", "--policy", "paper"], "a derived plan"),
         ("plan", ["--decode", "--certify"], "a derived plan"),
         ("plan", ["--kv-dtype", "int8", "--decode"], "no effect without --decode and --page"),
+        ("run", ["--kv-dtype", "int8"], "no effect without --decode and --page"),
         ("plan", ["--map", "ranks.png"], "--map has no effect without --world"),
         ("plan", ["--scalar", "a=1"], "--scalar has no effect without --shape or --decode"),
         ("run", ["--deterministic"], "--deterministic has no effect without --backward"),

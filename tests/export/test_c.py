@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +142,7 @@ class Compared:
         arguments = self.forward_arguments()
         return arguments, *self.library.run("forward", arguments, stream=77)
 
-    def c_backward(self, deterministic: bool) -> Any:
+    def backward_arguments(self, deterministic: bool = False) -> Any:
         arguments = self.library.defaults("backward")
         self.forward_arguments(arguments.forward)
         out, lse = self.results
@@ -157,6 +157,10 @@ class Compared:
             self.memory[f"dc_{name}"] = made
             setattr(arguments, f"d_{name}", made.data_ptr())
         arguments.deterministic = int(deterministic)
+        return arguments
+
+    def c_backward(self, deterministic: bool) -> Any:
+        arguments = self.backward_arguments(deterministic)
         return arguments, *self.library.run("backward", arguments)
 
     def execute(self, workspace: torch.Tensor) -> None:
@@ -307,6 +311,30 @@ def test_backward_launches_from_c_have_the_bytes_of_python_and_its_gradients(
         torch.testing.assert_close(found.to(expected.dtype), expected)
 
 
+@pytest.mark.slow
+def test_a_backward_call_from_c_that_does_not_fit_launches_nothing(tmp_path: Path) -> None:
+    both = Compared("dense_bias", "sm_80", tmp_path, CASE, backward=True)
+    both.python(backward=True)
+
+    def refused(change: Callable[[Any], None]) -> str:
+        arguments = both.backward_arguments()
+        change(arguments)
+        found, _ = both.library.run("backward", arguments)
+        assert both.library.launches() == []
+        return both.library.status_string(found)
+
+    def without_queries(arguments: Any) -> None:
+        for x in (arguments.forward.q, arguments.forward.out, arguments.dout, arguments.dq):
+            x.shape[2] = 0
+
+    assert "not aligned" in refused(lambda a: setattr(a, "dlse", 6))
+    assert "not aligned" in refused(lambda a: setattr(a, "d_bias", a.d_bias + 2))
+    assert "shapes" in refused(without_queries)
+    for name in ("dq", "dk", "dv"):
+        assert "null" in refused(lambda a, x=name: setattr(getattr(a, x), "data", 0))
+        assert "expanded" in refused(lambda a, x=name: getattr(a, x).stride.__setitem__(1, 0))
+
+
 def test_c_refuses_what_does_not_fit_with_a_status_and_a_sentence(tmp_path: Path) -> None:
     both = Compared("sliding_window", "sm_80", tmp_path, CASE)
     both.python()
@@ -334,6 +362,20 @@ def test_c_refuses_what_does_not_fit_with_a_status_and_a_sentence(tmp_path: Path
         a.k.shape[1] = 3
 
     assert refused(lambda a: setattr(a, "lse", 0)) == "ERROR_ARGUMENT"
+    assert refused(lambda a: setattr(a, "lse", a.lse + 2)) == "ERROR_ALIGNMENT"
+    for name in ("q", "k", "v", "out"):
+        assert refused(lambda a, x=name: getattr(a, x).__setattr__("data", 0)) == "ERROR_ARGUMENT"
+        assert refused(lambda a, x=name: getattr(a, x).__setattr__("data", 33)) == "ERROR_ALIGNMENT"
+    assert refused(lambda a: a.out.stride.__setitem__(1, 0)) == "ERROR_STRIDE"
+    for axis in range(3):  # a call without batch entries, heads or queries, which has no addresses
+        arguments = both.forward_arguments()
+        named = {"q": axis, "out": axis} | ({"k": 0, "v": 0} if axis == 0 else {})
+        for name, of in named.items():
+            getattr(arguments, name).shape[of] = 0
+            getattr(arguments, name).data = 0
+        arguments.lse = 0
+        assert library.run("forward", arguments)[0] == status["OK"], axis
+        assert library.launches() == []
     assert refused(lambda a: setattr(a, "q_offset", 2**28)) == "ERROR_ARGUMENT"
     assert refused(wrong_heads) == "ERROR_SHAPE"
     assert refused(lambda a: a.q.stride.__setitem__(3, 2)) == "ERROR_STRIDE"
@@ -382,7 +424,7 @@ def test_c_checks_the_sizes_of_captured_tensors_and_the_blocks_of_a_layout(tmp_p
     def status(q_offset: int = 0, **changes: list[int]) -> str:
         arguments = library.defaults("forward")
         arguments.window, arguments.q_offset = 8, q_offset
-        arguments.lse = 1
+        arguments.lse = 4
         for name, x in {"q": q, "k": k, "v": v, "out": q}.items():
             setattr(arguments, name, Tensor.of(x))
         for name, size in {**sizes, **changes}.items():

@@ -196,6 +196,33 @@ def test_a_call_without_keys_has_the_sink_for_its_lse(shape: tuple[int, ...], ba
     assert torch.equal(found[5], backward.captured[0])
 
 
+@pytest.mark.parametrize("backend", ["emulator", "tiled"])
+@pytest.mark.parametrize("kind", ["packed", "paged"])
+@pytest.mark.parametrize("dims", [("heads",), ("batch", "heads"), ("heads", "seq_q")])
+def test_rows_of_a_call_without_sequences_have_no_sink(
+    dims: tuple[str, ...], kind: str, backend: str
+) -> None:
+    sink = fg.Tensor("sink", dims, "float32", grad=True)
+    op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32", sink=sink, **{kind: True}))
+    q, kv = torch.ones(1, 4, 3, 16, requires_grad=kind == "packed"), torch.ones(2, 1, 2, 5, 16)
+    logits = torch.ones([{"batch": 0, "heads": 4, "seq_q": 3}[dim] for dim in dims])
+    logits.requires_grad_(kind == "packed")
+    none = torch.zeros(1, dtype=torch.int32)
+    more = {"cu_seqlens_k": none}
+    if kind == "paged":
+        more = {"page_table": none[:0, None], "cache_seqlens": none[:0]}
+    for at in ({}, {"q_offset": none[:0]}):
+        given = {"sink": logits, "cu_seqlens_q": none, **more, **at}
+        out, lse = op(q, *kv, **given, return_lse=True, backend=backend)
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+        if kind == "packed":
+            gradients = torch.autograd.grad(
+                (out, lse), (q, logits), (out + 1, torch.ones_like(lse))
+            )
+            assert not any(x.any() for x in gradients)
+
+
 # ---- gradients ----------------------------------------------------------------------------------
 
 

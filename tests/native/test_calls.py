@@ -208,10 +208,19 @@ def paged() -> tuple[Any, dict[str, Any], list[Tensor]]:
     return spec, {"page_table": table, "cache_seqlens": lengths, "split_size": 32}, [q, k, v]
 
 
+def paged_sink() -> tuple[Any, dict[str, Any], list[Tensor]]:
+    spec, options, (q, k, v) = paged()
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
+    options |= {"cu_seqlens_q": ends, "sink": torch.randn(2)}
+    rows = torch.cat([*q, q[0]], 1)[None]  # the last one is of no sequence
+    return spec.replace(sink=True, name="native_paged_sink"), options, [rows, k, v]
+
+
 INFERENCE: dict[str, Any] = {
     "pages and split keys": paged,
     "split keys": lambda: (CAUSAL, {"split_size": 32}, operands(learn=False)),
     "a split sink": lambda: (*a_sink(), operands(learn=False)),
+    "a split sink of packed rows": paged_sink,
 }
 
 

@@ -56,6 +56,12 @@ def test_the_way_out_is_an_architecture_whose_kernels_run_there():
         assert caught.value.way_out.startswith(f'arch="{known_one}"')
 
 
+def test_the_way_out_of_a_known_architecture_with_a_letter_is_that_without_it():
+    with pytest.raises(PlanError) as caught:
+        facts("sm_80a")
+    assert caught.value.way_out == 'arch="sm_80"'
+
+
 def test_the_message_for_an_unknown_architecture():
     with pytest.raises(PlanError) as caught:
         facts("sm_87")

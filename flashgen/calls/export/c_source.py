@@ -326,7 +326,8 @@ def _of_tensor(tensor: TensorArgument) -> Fields:
     dims, rank = ", ".join(map(str, tensor.dims)), len(tensor.dims)
     field, name, dtype = _c_argument(tensor.name), tensor.name, tensor.dtype
     one = ", or of length 1" if any(isinstance(dim, str) for dim in tensor.dims) else ""
-    return {"name": name, "field": field, "dtype": dtype, "dims": dims, "rank": rank, "one": one}
+    of_dtype = {"dtype": dtype, "itemsize": ITEMSIZE[dtype]}
+    return {"name": name, "field": field, **of_dtype, "dims": dims, "rank": rank, "one": one}
 
 
 _MOST_FLOAT = f"{FLOAT32_MAX!r}f"

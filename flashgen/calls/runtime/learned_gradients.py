@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.calls import sinks
-from flashgen.calls.runtime.arguments.positions import rows_outside
+from flashgen.calls.runtime.arguments.positions import has_sequences, rows_outside
 from flashgen.calls.runtime.bound_kernel import BoundKernel
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
@@ -228,6 +228,8 @@ def lse_without_keys(
     signature: CallSignature, captured: Mapping[str, Tensor], q: Tensor, call: CheckedCall
 ) -> Tensor:
     """LSE of a call with seq_k 0, float32 [batch, heads_q, seq_q]: the sink's logit in each row."""
+    if not has_sequences(signature, captured):
+        return q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     sink, rows = (
         _sink(signature),
         sinks.rows_of_call(signature, captured, q, call.first_head, call.q_offset),
@@ -247,7 +249,8 @@ def add_sink_without_keys(
 ) -> None:
     """Adds the sink's gradient of a call with seq_k 0, where that gradient is needed."""
     sink = signature.sink
-    if sink is not None and sink.grad and dlse is not None:
+    needed = sink is not None and sink.grad and has_sequences(signature, captured)
+    if sink is not None and needed and dlse is not None:
         if signature.packed:
             dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
         rows = sinks.rows_of_call(signature, captured, dlse, call.first_head, call.q_offset)

@@ -68,6 +68,10 @@ class DecodingArguments(SpecArguments):
         "With --decode: keys of a split, instead of the plan's; 0: none.",
         AT_LEAST_0,
     ] = None
+    kv_dtype: Annotated[
+        str | None,
+        "With --decode and --page: 8-bit codes in the cache, float8_e4m3fn, float8_e5m2 or int8.",
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +176,6 @@ class PlanArguments(DecodingArguments):
     backward: InsteadOfForward = False
     deterministic: Deterministic = False
     tangent: TangentInstead = False
-    kv_dtype: Annotated[
-        str | None,
-        "With --decode and --page: 8-bit codes in the cache, float8_e4m3fn, float8_e5m2 or int8.",
-    ] = None
     policy: Annotated[str, "derived, or paper for Algorithm 1's block sizes."] = "derived"
     world: Annotated[
         int | None, "W", "With --shape: the ranks of a distributed call.", AT_LEAST_1

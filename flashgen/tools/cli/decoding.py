@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.shared import config
 from flashgen.shared.call import INVARIANT
 from flashgen.shared.errors import InputError
-from flashgen.shared.signature import PAGE_NAMES
+from flashgen.shared.signature import PAGE_NAMES, SCALE_NAMES
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import (
     CallArguments,
@@ -21,6 +21,7 @@ from flashgen.tools.cli.call import RandomCall
 from flashgen.tools.cli.inputs import Shape, parse_shape
 
 if TYPE_CHECKING:
+    import torch
     from torch import Generator, Tensor
 
     from flashgen.tools.profile.decoding import DecodingPlan
@@ -90,12 +91,14 @@ class ServedCall:
         spec: the spec, with ``paged=True`` where the keys are in pages.
         operands: q, and keys and values or caches.
         options: as for `flashgen.calls.ops.run_forward`, with split_size.
+        contiguous: the same call with contiguous keys and values, which codes stand for.
         pages: the pages of the caches; 0 for contiguous keys.
     """
 
     spec: AttentionSpec
     operands: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
+    contiguous: RandomCall
     pages: int = 0
 
 
@@ -109,20 +112,24 @@ def served_call(spec: AttentionSpec, call: RandomCall, arguments: DecodingArgume
     """A call with contiguous keys as an operator makes it, for --decode as a server does.
 
     It has the splits of batch-invariant calls where `batch_invariant_mode` is on. With --page, keys
-    and values are copied to shuffled pages of caches whose other slots are NaN.
+    and values are copied to shuffled pages of caches whose other slots are NaN, with --kv-dtype as
+    codes with a scale for each page and key head.
 
     Raises:
         SpecError: the spec cannot have a paged cache.
     """
     q, k, v = call.operands
-    served = spec.replace(paged=True) if arguments.page else spec
+    codes = arguments.kv_dtype
+    served = spec.replace(paged=True, kv_dtype=codes) if arguments.page else spec
     size = arguments.split_size
     if size is None and config.batch_invariant():
         size = INVARIANT
     options = {**call.options, "split_size": size}
     if not arguments.page:
-        return ServedCall(served, call.operands, options)
+        return ServedCall(served, call.operands, options, call)
     import torch
+
+    from flashgen.shared.paged import contiguous_call
 
     seed = arguments.seed if isinstance(arguments, CallArguments) else 0
     generator = torch.Generator().manual_seed(seed)
@@ -130,8 +137,15 @@ def served_call(spec: AttentionSpec, call: RandomCall, arguments: DecodingArgume
     v_cache, _ = _in_pages(v, arguments.page, generator.manual_seed(seed))
     lengths = torch.full((len(k),), k.shape[2], dtype=torch.int32, device=k.device)
     tables = dict(zip(PAGE_NAMES, (table, lengths), strict=True))
+    if codes is not None:
+        (k_cache, tables[SCALE_NAMES[0]]), (v_cache, tables[SCALE_NAMES[1]]) = (
+            _in_codes(cache, getattr(torch, codes)) for cache in (k_cache, v_cache)
+        )
+        _, *rows, _ = contiguous_call(q, k_cache, v_cache, tables)
+        k, v = (x[0].view(x.shape[1], *lengths.shape, -1, x.shape[3]).transpose(0, 1) for x in rows)
+        call = replace(call, operands=(q, k, v))
     options |= {"tensors": {**call.options["tensors"], **tables}, "q_offset": 0}
-    return ServedCall(served, (q, k_cache, v_cache), options, len(k_cache))
+    return ServedCall(served, (q, k_cache, v_cache), options, call, len(k_cache))
 
 
 def decoding_plan(
@@ -160,7 +174,7 @@ def decoding_plan(
         arch,
         LaunchSizes(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q, sizes.seq_k),
         page_size=arguments.page or 0,
-        kv_dtype=getattr(arguments, "kv_dtype", None),
+        kv_dtype=arguments.kv_dtype,
         split_size=arguments.split_size,
         sram=arguments.sram,
         scalars=options["scalars"],
@@ -181,3 +195,16 @@ def _in_pages(rows: Tensor, page: int, generator: Generator) -> tuple[Tensor, Te
     cache = rows.new_full((batch * width + OTHER_PAGES, heads, page, dim), torch.nan)
     cache[numbers] = padded.view(batch, heads, width, page, dim).transpose(1, 2).flatten(0, 1)
     return cache, numbers.view(batch, width).int()
+
+
+def _in_codes(cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The codes of a cache and their scales [pages, heads]; those of NaN are NaN where codes have
+    it, and scales of pages without keys are NaN."""
+    import torch
+
+    from flashgen.calls.runtime.append_kv import quantised, scales_of
+
+    rows = cache.float().nan_to_num(0.0).flatten(2)
+    scale = scales_of(rows, dtype)
+    codes = quantised(cache, scale[..., None].expand(cache.shape[:3]), dtype)
+    return codes, scale.masked_fill(cache.isnan().flatten(2).all(2), torch.nan)

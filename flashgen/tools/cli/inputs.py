@@ -49,11 +49,11 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
         ) from None
     if changed.kv_dtype is not None and hasattr(changes, "page"):
         raise InputError(
-            "commands compute calls on caches of the dtype of q",
+            "an option gives the codes of the caches that a command makes",
             where=path,
             numbers=f"spec {changed.name} has kv_dtype {changed.kv_dtype!r}",
-            way_out="a spec without kv_dtype; flashgen plan --decode --page 16 --kv-dtype "
-            f"{changed.kv_dtype} plans its calls on codes",
+            way_out="a spec without kv_dtype, and --decode --page 16 --kv-dtype "
+            f"{changed.kv_dtype}",
         )
     if changed.paged and getattr(changes, "page", None):
         changed = changed.replace(paged=False)

@@ -11,7 +11,7 @@ from flashgen.shared import config
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import CountedArguments
 from flashgen.tools.cli.call import RandomCall, random_call
-from flashgen.tools.cli.decoding import capacity_of, served_call
+from flashgen.tools.cli.decoding import ServedCall, capacity_of, served_call
 from flashgen.tools.cli.inputs import Shape
 from flashgen.tools.cli.progress import emulated, expected_work
 
@@ -26,10 +26,10 @@ class ProfiledCall:
     """A call, its results, and the profile of each launch in launch order.
 
     Attributes:
-        pages: the pages of the caches; 0 for contiguous keys.
+        served: the call as the kernels compute it.
     """
 
-    pages: int
+    served: ServedCall
     run: ForwardRun
     gradients: BackwardRun | None
     tangents: TangentRun | None
@@ -78,4 +78,4 @@ def profiled_call(
         with emulated(doing, partial(expected_work, spec, call, arguments, "tangent")):
             tangents, more = profile_tangent(spec, *results, call.tangents, **options)
         profiles += more
-    return ProfiledCall(served.pages, run, gradients, tangents, profiles)
+    return ProfiledCall(served, run, gradients, tangents, profiles)

@@ -153,7 +153,7 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
         ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
         *input_rows(spec, call),
         ("shape", f"{sizes}, head dim {spec.head_dim}, {spec.dtype}"),
-        *decoding_rows(arguments, found.pages, found.run.report),
+        *decoding_rows(arguments, found.served.pages, found.run.report),
         ("architecture", found.run.arch),
         ("executed", "in the emulator, every instruction counted, on random operands"),
     ]
@@ -163,7 +163,7 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
         title += f", tile {tile[0]} x {tile[1]}"
     with busy(f"{spec.name}: computing the oracle in float64"):
         runs = found.run, found.gradients, found.tangents
-        results = CallResults(spec, call, found.profiles, *runs)
+        results = CallResults(spec, found.served.contiguous, found.profiles, *runs)
         side = side_of(results, title, rows, text)
     if arguments.predict is None:
         return side

@@ -53,7 +53,10 @@ def decoding_rows(
         return
     if pages:
         text = f"{arguments.page:,} keys each, {pages:,} in the caches, shuffled"
-        yield "pages", f"{text}; slots without a key are NaN"
+        rest = 0 if arguments.kv_dtype == "int8" else "NaN"  # the code of NaN
+        yield "pages", f"{text}; slots without a key are {rest}"
+        if arguments.kv_dtype is not None:
+            yield "codes", f"{arguments.kv_dtype}, with a scale for each page and key head"
     why = "that of batch-invariant calls" if config.batch_invariant() else "the plan's choice"
     why = why if arguments.split_size is None else "from --split-size"
     yield "split", f"{size:,} keys, {why}" if size else f"none, {why}"

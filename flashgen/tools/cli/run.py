@@ -54,6 +54,7 @@ def run(arguments: RunArguments) -> None:
         capacity=capacity_of(arguments, sizes),
     )
     served = served_call(spec, call, arguments)
+    call = served.contiguous
     how: dict[str, Any] = {
         "backend": backend,
         "arch": arguments.arch,

@@ -104,7 +104,8 @@ def check_offsets(
     numbers = (call.q_offset, call.k_offset)
     for name, length, number in zip(OFFSETS, lengths, numbers, strict=True):
         values = captured[name].tolist() if name in signature.offsets else [number]
-        ends.append(max(offset_of(name, value, length) for value in values) + length)
+        starts = [offset_of(name, value, length) for value in values]
+        ends.append(max(starts, default=0) + length)
     return ends[0], ends[1]
 
 
@@ -209,6 +210,11 @@ def rows_outside(captured: Mapping[str, Tensor], seq_q: int) -> Tensor:
     ends = captured[BOUNDARIES[0]]
     row = torch.arange(seq_q, device=ends.device)
     return (row < ends[0]) | (row >= ends[-1])
+
+
+def has_sequences(signature: CallSignature, captured: Mapping[str, Tensor]) -> bool:
+    """False for a call with packed rows of no sequence alone."""
+    return not signature.packed or len(captured[BOUNDARIES[0]]) > 1
 
 
 def tensors_named(
