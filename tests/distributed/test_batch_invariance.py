@@ -17,7 +17,7 @@ OF_HEADS = ("on_the_cpu", "on_sm_80", "on_sm_90a")
 
 @functools.cache
 def group(world: int, cases: tuple[str, ...]) -> list[dict[str, tuple[Any, str]]]:
-    return run_ranks(world, [f"{CASES}:{case}" for case in cases], 300)
+    return run_ranks(world, [f"{CASES}:{case}" for case in cases])
 
 
 def returned(world: int, case: str, cases: tuple[str, ...]) -> list[Any]:

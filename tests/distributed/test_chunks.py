@@ -14,7 +14,7 @@ import torch.distributed as dist
 import flashgen as fg
 from flashgen import InputError, distributed
 from flashgen.frontends.distributed.reach import reached
-from flashgen.frontends.distributed.sharding import sharding_of
+from flashgen.frontends.distributed.sharding import METHODS, sharding_of
 from tests.support.paths import ROOT
 
 SEQ, WORLD = 8192, 8
@@ -200,6 +200,24 @@ def test_a_group_of_one_rank_is_a_call() -> None:
     q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
     op = fg.attention(SPEC)
     assert torch.equal(distributed.attention(op, q, k, v, method="ring"), op(q, k, v))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_rows_of_one_rank_are_those_of_its_chunks(method: str) -> None:
+    """Also where they are not in the order of the positions."""
+    chunks = [range(16, 32), range(16)]
+    order = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+    qkv = [torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3)]
+    mine = [x.detach()[:, :, order].requires_grad_() for x in qkv]
+    op = fg.attention(SPEC)
+    found = distributed.attention(op, *mine, method=method, shard=[chunks])
+    assert isinstance(found, torch.Tensor)
+    expected = op(*qkv)[:, :, order]
+    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(found.square().sum(), mine)
+    whole = torch.autograd.grad(expected.square().sum(), qkv)
+    torch.testing.assert_close(gradients, tuple(x[:, :, order] for x in whole))
 
 
 LAYOUT = fg.AttentionSpec(head_dim=16, block_sparse=fg.BlockSparse(block_q=32, block_k=16))

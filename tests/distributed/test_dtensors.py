@@ -73,12 +73,12 @@ def test_what_ranks_cannot_compute_by_themselves_is_refused(what: str, returned:
 @pytest.mark.slow
 def test_a_mesh_of_two_dimensions_divides_batch_and_heads() -> None:
     case = f"{CASES}:divided_by_two_dimensions"
-    returned_by(run_ranks(4, [case], 240), case)
+    returned_by(run_ranks(4, [case]), case)
 
 
 @functools.cache
 def slow_group() -> list[dict[str, tuple[Any, str]]]:
-    return run_ranks(2, [f"{CASES}:programs_of_the_rank", f"{CASES}:emulated"], 240)
+    return run_ranks(2, [f"{CASES}:programs_of_the_rank", f"{CASES}:emulated"])
 
 
 @pytest.mark.slow

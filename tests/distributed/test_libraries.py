@@ -71,7 +71,7 @@ def returned(world: int, case: str) -> list[Any]:
     """What each rank returned; fails with the traceback of a rank."""
     group = world, case in (*MORE_MODELS, *OF_TWO_RANKS)
     if group not in _done:
-        _done[group] = run_ranks(world, GROUPS[group], 240)
+        _done[group] = run_ranks(world, GROUPS[group])
     return returned_by(_done[group], case)
 
 
@@ -96,7 +96,7 @@ def test_models_with_sharded_parameters_compute_what_one_process_does(
     world: int, cases: tuple[str, ...]
 ) -> None:
     names = [f"{SHARDED}:{case}" for case in cases]
-    ranks = run_ranks(world, names, 240)
+    ranks = run_ranks(world, names)
     for name in names:
         assert max(returned_by(ranks, name)) <= 1e-5
 

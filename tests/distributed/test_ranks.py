@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,7 @@ def test_the_ranks_compute_what_one_call_computes(
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_spec_agrees_with_one_call(world: int) -> None:
     case = f"{CASES}:every_spec"
-    assert min(returned_by(run_ranks(world, [case], 300), case)) > 30
+    assert min(returned_by(run_ranks(world, [case]), case)) > 30
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -175,6 +177,23 @@ def test_forward_mode_and_second_derivatives_are_refused_by_every_method(
     for messages in returned(2, "derivatives_beyond_the_first"):
         assert len(messages) == 6
         assert all("first derivatives in reverse mode alone" in each for each in messages)
+
+
+def test_no_rank_outlives_a_test_that_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            started.append(self)
+            if len(started) == 1:  # as pytest-timeout does
+                pytest.fail("Timeout")
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with pytest.raises(pytest.fail.Exception, match="Timeout"):
+        run_ranks(2, ["time:sleep"])
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started[0].pid, 0)
 
 
 def test_a_rank_that_ends_is_named_to_the_others(returned: Returned) -> None:

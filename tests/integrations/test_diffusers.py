@@ -118,6 +118,18 @@ def test_dynamic_floats_and_sizes_of_a_call_are_one_graph() -> None:
     assert not torch.equal(graph(q, k, v, 0.5, 0.1), call(q, k, v, 0.0, 0.1))
 
 
+def test_kinds_of_calls_that_are_new_in_a_graph_do_not_break_it() -> None:
+    q, k, v = (drawn(*shape) for shape in (Q, KV, KV))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with diffusers.attention_backend("flashgen"):
+            outs = [dispatch_attention_fn(q, k, v, is_causal=causal) for causal in (False, True)]
+        return torch.stack(outs)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
+
+
 def test_the_log_sum_exp_has_a_column_for_each_head() -> None:
     q, k, v = (drawn(*shape) for shape in (Q, Q, Q))
     with diffusers.attention_backend("flashgen"):

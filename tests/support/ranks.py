@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,22 +20,28 @@ from typing import Any, NoReturn
 
 from tests.support.paths import ROOT
 
+LIMIT = timedelta(seconds=240)
+"""Of a transfer: less than pytest gives a test, so that a rank that waits in vain can say so."""
 
-def run_ranks(
-    world: int, functions: Sequence[str], seconds: float = 120
-) -> list[dict[str, tuple[Any, str]]]:
+
+def run_ranks(world: int, functions: Sequence[str]) -> list[dict[str, tuple[Any, str]]]:
     """For each rank and function what it returned, and the traceback of its exception or "".
 
-    Each rank calls ``module:function`` by turns.
-
-    Args:
-        seconds: the time limit of the group.
+    Each rank calls ``module:function`` by turns. The time limit is that of the test, at which
+    pytest raises here; no rank outlives the call.
     """
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "tests.support.ranks", str(world), name, str(seconds)]
+        command = [sys.executable, "-m", "tests.support.ranks", str(world), name]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        ranks = subprocess.Popen([*command, ",".join(functions)], cwd=ROOT, env=environment)
-        ranks.wait(seconds * 2)
+        ranks = subprocess.Popen(
+            [*command, ",".join(functions)], cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            ranks.wait()
+        except BaseException:
+            os.killpg(ranks.pid, signal.SIGKILL)
+            ranks.wait()
+            raise
         return [results_of(Path(name), number) for number in range(world)]
 
 
@@ -65,7 +72,7 @@ def results_of(folder: Path, rank: int) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _main(world: str, folder: str, seconds: str, names: str) -> None:
+def _main(world: str, folder: str, names: str) -> None:
     """Starts the ranks as copies of one process that has imported what all of them need."""
     for name in names.split(","):
         with suppress(Exception):  # each rank reports it
@@ -74,13 +81,13 @@ def _main(world: str, folder: str, seconds: str, names: str) -> None:
     for rank in range(int(world)):
         child = os.fork()
         if child == 0:
-            _be_rank(rank, int(world), Path(folder), float(seconds), names.split(","))
+            _be_rank(rank, int(world), Path(folder), names.split(","))
         ranks.append(child)
     for child in ranks:
         os.waitpid(child, 0)
 
 
-def _be_rank(rank: int, world: int, folder: Path, seconds: float, names: Sequence[str]) -> NoReturn:
+def _be_rank(rank: int, world: int, folder: Path, names: Sequence[str]) -> NoReturn:
     import torch.distributed as dist
 
     try:
@@ -89,7 +96,7 @@ def _be_rank(rank: int, world: int, folder: Path, seconds: float, names: Sequenc
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=seconds),
+            timeout=LIMIT,
         )
         results: dict[str, tuple[Any, str]] = {}
         for name in names:

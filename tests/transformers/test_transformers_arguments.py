@@ -277,6 +277,19 @@ def test_dynamic_floats_and_sizes_of_a_layer_are_one_graph() -> None:
     assert not torch.equal(graph(q, k, v, 0.5), call(q, k, v, 0.0))
 
 
+def test_kinds_of_layers_that_are_new_in_a_graph_do_not_break_it() -> None:
+    """A first layer of the second kind comes behind one of the first, whose operator is kept."""
+    q, k, v = qkv(7, 7)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layers = (attention(Layer(), q, k, v, None, softcap=cap)[0] for cap in (2.5, 3.5))
+        return torch.stack(list(layers))
+
+    torch._dynamo.reset()
+    found = torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
+    assert torch.equal(found, call(q, k, v))
+
+
 def test_a_compiled_model_without_an_earlier_call_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -217,6 +217,22 @@ def test_a_model_without_a_cache_or_padding_compiles_to_one_graph_after_one_call
     torch.testing.assert_close(outputs_of(graph, inputs), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_layer_is_exported_and_a_strict_export_says_how() -> None:
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return GROUPS[b, q_idx] == GROUPS[b, kv_idx]
+
+    class Exported(Layer):
+        def forward(self, *operands: Tensor) -> Tensor:
+            return attention(self, *operands, make_mask(2, LENGTH, LENGTH, mask_function=near))[0]
+
+    layer = Exported()
+    graph = torch.export.export(layer, qkv(), strict=False).module()
+    assert torch.equal(graph(*qkv()), layer(*qkv()))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch\.export needs strict=False"):
+        torch.export.export(layer, qkv(), strict=True)
+
+
 def test_a_call_that_jit_traces_is_refused_as_one() -> None:
     model = tiny("llama")
     inputs = model.inputs(length=9)

@@ -86,6 +86,20 @@ def test_packed_positions_beside_a_cache_are_refused_with_a_way_out_that_works()
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_packed_positions_that_a_model_does_not_give_its_mask_have_a_way_out_that_works() -> None:
+    """GPT-OSS makes its masks without positions, so that eager attention mixes the samples."""
+    batch = flattened()
+    model = tiny("gpt_oss").model("fg")
+    with torch.no_grad():
+        with pytest.raises(InputError, match="start again") as error:
+            model(**batch, use_cache=False)
+        assert "cu_seq_lens_q" in error.value.way_out
+        batch = flattened(return_flash_attn_kwargs=True)
+        found = model(**batch, use_cache=False).logits
+        expected = apart(tiny("gpt_oss").model("eager"), batch["input_ids"])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_packed_positions_beside_a_mask_without_padding_are_refused() -> None:
     batch = flattened()
     model = tiny("llama").model("fg")

@@ -96,7 +96,9 @@ def operators() -> tuple[Attention, ...]:
     ``operator.spec`` is the spec of a kind of call, and ``operator.report`` describes its last
     call: backend, kernel, tile and counters.
     """
-    return tuple(op for backend in _registered().values() for op in backend.operators.values())
+    return tuple(
+        op for backend in _registered().values() for op in vars(backend.operators).values()
+    )
 
 
 def _registered() -> dict[str, Any]:

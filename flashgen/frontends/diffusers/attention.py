@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.ops import Attention, attention
+from flashgen.calls.ops import attention
 from flashgen.calls.runtime.arguments.refusals import constant, refuse, refuse_jit_trace
 from flashgen.frontends.flex.traced_mods import padded
 from flashgen.frontends.score_tensors import (
@@ -33,13 +34,14 @@ class Backend:
         name: the name of the backend.
         spec: the variant; the mask and causality of a call join it.
         captured: tensors and numbers that the variant's operators get in every call.
-        operators: all operators by name, in the order of their first use.
+        operators: all operators by name, in the order of their first use. They are attributes,
+            because torch.compile copies a dict when it first reads it.
     """
 
     name: str
     spec: AttentionSpec
     captured: dict[str, Any]
-    operators: dict[str, Attention] = field(default_factory=dict)
+    operators: SimpleNamespace = field(default_factory=SimpleNamespace)
     names: dict[Kind, str] = field(default_factory=dict)
 
 
@@ -105,7 +107,7 @@ def function_of(backend: str) -> Callable[..., Any]:
         q, k, v = padded(q), padded(k), padded(v)
         columns, drops = (constant(q.shape[3]), constant(v.shape[3])), constant(dropout_p > 0.0)
         kind = *columns, q.dtype, drops, is_causal, mask
-        op = backends[backend].operators[_operator_name(backend, kind)]
+        op = getattr(backends[backend].operators, _operator_name(backend, kind))
         lse: Tensor | None = None
         options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, **captures}
         if return_lse:
@@ -146,7 +148,7 @@ def _four(mask: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _operator_name(backend: str, kind: tuple[Any, ...]) -> str:
-    """The name in ``Backend.operators`` of the operator of a call, made at the first call.
+    """The name in `Backend.operators` of the operator of a call, made at the first call.
 
     Args:
         kind: the fields of a `Kind`, which torch.compile takes as constants.
@@ -157,7 +159,7 @@ def _operator_name(backend: str, kind: tuple[Any, ...]) -> str:
     found, key = backends[backend], Kind(*kind)
     if key not in found.names:
         made = attention(_spec(found, key))
-        found.operators[made.name] = made
+        setattr(found.operators, made.name, made)
         found.names[key] = made.name
     return found.names[key]
 

@@ -125,7 +125,7 @@ def attention(
             captures[RANDOM_STATE] = state_of(rng, q)
     summed = frozenset(captures if reduce_learned else asked.sharded)
     numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
-    if exchange.world == 1:
+    if exchange.world == 1 and asked.queries.in_order and asked.keys.in_order:
         attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = op
         return attend(q, k, v, return_lse=return_lse, **numbers | part, **captures)
     if method == "all_to_all":

@@ -43,6 +43,12 @@ class Sharding:
     def length(self) -> int:
         return sum(map(len, self.chunks))
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the rows of all ranks, one behind the other, are the positions in order."""
+        starts = [chunk.start for chunk in self.chunks]
+        return starts == sorted(starts)
+
     def moved(self, offset: int) -> Sharding:
         """The same chunks at the positions from ``offset`` on."""
         return Sharding(

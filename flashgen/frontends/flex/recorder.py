@@ -13,6 +13,7 @@ themselves are executed then.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -184,6 +185,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is operator.getitem:  # in place of the method, in torch.export with strict=True
+            func = Tensor.__getitem__
         self._operands = []
         before, known = len(self.numbers), len(self._known)
         given = self.noted(args), self.noted(kwargs) if kwargs else ("dict",)

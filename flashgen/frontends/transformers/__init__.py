@@ -99,7 +99,7 @@ def operators() -> tuple[Attention, ...]:
     """
     from flashgen.frontends.transformers.layers import operators as made
 
-    return tuple(made.values())
+    return tuple(vars(made).values())
 
 
 def _refuse_name(what: str, name: object) -> None:

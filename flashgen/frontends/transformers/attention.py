@@ -149,7 +149,7 @@ def attention(
         starts,
         sequences is not None,
     )
-    op = operators[operator_name(mask, layer)]
+    op = getattr(operators, operator_name(mask, layer))
     call = {"scale": scaling, "dropout_p": dropout, "return_lse": sinks is not None, **captures}
     if ranks is not None:
         out = ranks.attention(op, query, key, value, **call)

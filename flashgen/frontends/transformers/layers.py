@@ -12,12 +12,12 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.ops import Attention, attention
+from flashgen.calls.ops import attention
 from flashgen.frontends.flex.operation_results import name_of
 from flashgen.frontends.flex.recorded_mods import POSITIONS, Notes, record
 from flashgen.frontends.flex.recorder import Recorder
@@ -42,8 +42,12 @@ _names_of_masks: dict[Hashable, str] = {}  # by what has been recorded
 _rigid: set[Hashable] = set()  # records of masks whose expressions depend on lengths of tensors
 _names: dict[Hashable, str] = {}  # of operators
 
-operators: dict[str, Attention] = {}
-"""All operators by name, in the order in which they were made."""
+operators = SimpleNamespace()
+"""All operators by name, in the order in which they were made.
+
+They are attributes, because torch.compile copies a dict when it first reads it, and would not find
+those that are made for a graph's later layers.
+"""
 
 FULL, CAUSAL = "full", "causal"
 """The names of masks that no function describes."""
@@ -154,7 +158,7 @@ _name_of_new: Callable[..., str] = _disable(
     _traced_name,
     reason="torch.compile meets a mask that has not been traced to an expression yet; with "
     "fullgraph=True, it needs one call of the model that is not compiled, with the same inputs: "
-    "padding or none, a cache or none, packed sequences or none",
+    "padding or none, a cache or none, packed sequences or none; torch.export needs strict=False",
 )
 
 
@@ -221,7 +225,7 @@ def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
     if found is None:
         with _lock:
             made = attention(_checked_spec(mask, LayerKind.of(*layer)))
-            operators[made.name] = made
+            setattr(operators, made.name, made)
             found = _names[key] = made.name
     return found
 

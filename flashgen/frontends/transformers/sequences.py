@@ -148,10 +148,10 @@ def check_positions(
     if padding is not None or not apart:
         raise InputError(
             "position_ids start again within a row, and the mask does not keep its samples apart",
-            where="argument position_ids of the model, beside a cache or an attention_mask",
+            where="argument position_ids of the model",
             numbers=f"{int(begins.sum(-1).max()) + 1} sequences in {rows} rows: {_PACK}",
-            way_out="use_cache=False and no attention_mask: transformers looks for packed "
-            "sequences only without both",
+            way_out="cu_seq_lens_q and cu_seq_lens_k of DataCollatorWithFlattening for one row; or "
+            "use_cache=False and no attention_mask, where the model's mask reads position_ids",
         )
 
 
