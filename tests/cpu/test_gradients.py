@@ -157,3 +157,46 @@ def test_an_extremum_of_a_clamped_element_has_the_derivative_of_the_clamp(extrem
     scores = q @ k.transpose(2, 3) / math.sqrt(8) + bias
     (scores.softmax(3) @ v).square().sum().backward()
     torch.testing.assert_close(own.grad, given.grad, rtol=1e-4, atol=1e-5)
+
+
+def from_torch(x: Any) -> Any:
+    """The functions of `fg`, or those of torch for its tensors."""
+    return torch if isinstance(x, torch.Tensor) else fg
+
+
+BESIDE_POLES: dict[str, Any] = {
+    "root of a maximum": lambda s, x: from_torch(s).sqrt(
+        s.relu() if isinstance(s, torch.Tensor) else fg.maximum(s, 0.0)
+    ),
+    "root of a clamp": lambda s, x: from_torch(s).sqrt(from_torch(s).clamp(s, 0.0, 4.0)),
+    "root of a choice": lambda s, x: from_torch(s).where(s > 0, 5 * s, 0.0) ** 0.5,
+    "root of two choices": lambda s, x: from_torch(s).sqrt(
+        from_torch(s).where(s > 0, s, 0.0) + from_torch(s).where(s > 0.1, s * x, 0.0)
+    ),
+    "distance": lambda s, x: from_torch(s).sqrt(from_torch(s).where(x > 0.4, (x - s) ** 2, 0.0)),
+    "of infinity": lambda s, x: from_torch(s).rsqrt(
+        1 + from_torch(s).where(s > 0, s, -math.inf) ** 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_POLES)
+def test_what_a_choice_ignores_has_no_gradient_beside_a_pole(name: str) -> None:
+    """The slope of the root of 0 is infinite, and torch selects gradients where it chooses."""
+    bent = BESIDE_POLES[name]
+    table = fg.Tensor("table", ("seq_k",), "float32", grad=True)
+    spec = AttentionSpec(
+        score_mod=lambda s, b, h, q, k: s * table[k] + bent(s, table[k]),
+        head_dim=8,
+        dtype="float32",
+    )
+    q, k, v = (x.requires_grad_() for x in Case(5, 9, 1, 1, 1, "float32", 8).tensors())
+    x = torch.linspace(0.2, 1.6, 9).requires_grad_()
+    own = torch.autograd.grad(fg.attention(spec)(q, k, v, table=x).square().sum(), (q, k, x))
+    scores = q @ k.transpose(2, 3) / math.sqrt(8)
+    result = (scores * x + bent(scores, x)).softmax(3) @ v
+    for gradient, expected in zip(
+        own, torch.autograd.grad(result.square().sum(), (q, k, x)), strict=True
+    ):
+        assert expected.isfinite().all()
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)

@@ -99,6 +99,26 @@ def test_tangents_of_every_spec_are_those_of_forward_mode_through_the_oracle(pat
     of_file(path, 0.3 * (SPECS.index(path) % 2)).check()
 
 
+def test_tangents_of_a_score_function_that_is_large_enough_to_have_a_name() -> None:
+    def deep(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(12):
+            score = fg.tanh(score + 0.1)
+        return score
+
+    spec = AttentionSpec(score_mod=deep, head_dim=8, dtype="float32")
+    assert not spec.score.args, "the score is a name"
+    Problem(spec, Case(5, 9, 1, 2, 1, "float32", 8), {}).check()
+
+
+def test_a_score_function_that_returns_a_scalar_has_no_tangents() -> None:
+    level = fg.Scalar("level", "float32")
+    spec = AttentionSpec(score_mod=lambda s, b, h, q, k: level, head_dim=8, dtype="float32")
+    q, k, v = Case(5, 9, 1, 2, 1, "float32", 8).tensors()
+    op = fg.attention(spec)
+    _, of_out = torch.func.jvp(lambda q: op(q, k, v, level=0.5), (q,), (torch.ones_like(q),))
+    assert not of_out.any()
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_tangents_of_other_weights_are_those_of_forward_mode_through_the_oracle(name: str) -> None:
     spec = spec_of(name, 8, "float32").replace(head_dim_v=16)

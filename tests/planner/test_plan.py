@@ -431,3 +431,18 @@ def test_plans_of_other_weights_do_not_stand_in_for_those_of_softmaxes():
     assert plan(weighs, "sm_90a").fma_columns == 0
     assert plan(softcap, "sm_90a") == plan_of_softmax
     assert plan_of_softmax.fma_columns > 0
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda s, b, h, q, k: fg.clamp(s, -2.0, 0.9) ** 2,
+        lambda s, b, h, q, k: fg.where(1 / fg.where(s > 1, 1.0, 0.0) > 2, s, 0.0) ** 2,
+    ],
+    ids=["literals", "pole"],
+)
+def test_powers_of_choices_between_numbers_are_planned(score_mod):
+    """sympy rewrites the conditions of a choice that is a power's base, its own relations alone."""
+    spec = fg.AttentionSpec(score_mod=score_mod, head_dim=32)
+    assert plan(spec)
+    assert plan_backward(spec)

@@ -42,6 +42,7 @@ from flashgen.calls.cpu.tangents import (
 )
 from flashgen.shared.call import OutputGradients, ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE
 
 Tensor = torch.Tensor
 
@@ -187,7 +188,7 @@ def _program(
     """The program of t, t', f_s, f_s', each f_th with its tangent, and the places of elements; and
     the index of the learned tensor of each element. None where t is the score."""
     of = analysis_of(spec, score, names)
-    if of.score.is_Symbol and spec.is_softmax and not of.learned:
+    if of.score == SCORE and spec.is_softmax and not of.learned:
         return None
     symbols = [tensor.symbol for tensor in spec.tensors if tensor.grad]
     used = [each for each in of.learned if each[1] != 0]

@@ -40,6 +40,7 @@ from flashgen.spec.analysis.tangents import (
     tangent_tensors,
 )
 from flashgen.spec.language.spec import AttentionSpec
+from flashgen.spec.language.symbols import SCORE
 
 Tensor = torch.Tensor
 
@@ -144,7 +145,7 @@ def _program(
 ) -> Program | None:
     """The program of t and t'; None where t is the score."""
     of = analysis_of(spec, score, names)
-    identity = of.score.is_Symbol and spec.is_softmax and not names
+    identity = of.score == SCORE and spec.is_softmax and not names
     return None if identity else compiled((of.score, of.tangent), real)
 
 

@@ -52,6 +52,12 @@ class FloatRelation:
         """True where the comparison is false, which no comparison is where a side is NaN."""
         return _Negation(self)
 
+    @property
+    def weak(self) -> Any:
+        """The comparison that holds of equal sides too; sympy's choices ask for it."""
+        kind = _WEAK.get(REAL_RELATIONS[type(self)])
+        return FLOAT_RELATIONS[kind](*self.args) if kind else self  # type: ignore[attr-defined]
+
 
 class FloatLess(FloatRelation, sympy.StrictLessThan):  # type: ignore[misc]
     """``a < b``"""
@@ -101,6 +107,9 @@ FLOAT_RELATIONS: dict[type[sympy.Basic], type[sympy.Basic]] = {
 
 
 REAL_RELATIONS = {of_floats: kind for kind, of_floats in FLOAT_RELATIONS.items()}
+
+
+_WEAK = {sympy.StrictLessThan: sympy.LessThan, sympy.StrictGreaterThan: sympy.GreaterThan}
 
 
 def relation(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:

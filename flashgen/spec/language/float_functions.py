@@ -75,6 +75,10 @@ class FloatFunction(RealFunction):
     is_costly: ClassVar[bool] = True
     interval: ClassVar[Monotone | Bounded | None] = None
 
+    @property
+    def has_poles(self) -> bool:
+        return self.pole is not None
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         FUNCTIONS[cls.called] = cls

@@ -19,9 +19,9 @@ import sympy
 from sympy.core.sorting import default_sort_key
 from sympy.printing.precedence import PRECEDENCE
 
-from flashgen.spec.language.comparisons import REAL_RELATIONS, FloatEqual, FloatRelation, relation
+from flashgen.spec.language.comparisons import FloatEqual, relation
 from flashgen.spec.language.float_functions import Log
-from flashgen.spec.language.symbols import is_int
+from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, is_int
 from flashgen.spec.language.sympy_functions import RealFunction
 
 
@@ -124,6 +124,11 @@ class FloatQuotient(_FloatOperation):
     precedence = PRECEDENCE["Mul"]
     form = staticmethod(operator.truediv)
 
+    @property
+    def has_poles(self) -> bool:
+        """Not of a size as the divisor: where it is 0, there is no score."""
+        return self.args[1] not in (BATCH, HEADS, SEQ_Q, SEQ_K)
+
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
         above, below = plain(a), plain(b)
@@ -150,6 +155,10 @@ class FloatPower(_FloatOperation):
 
     precedence = PRECEDENCE["Pow"]
     form = staticmethod(operator.pow)
+
+    @property
+    def has_poles(self) -> bool:
+        return not (self.args[1].is_integer and self.args[1].is_nonnegative)
 
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -197,11 +206,10 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     if isinstance(expr, AsFloat | _FloatOperation):
         assert expr.form is not None
         return expr.form(*args)
-    if isinstance(expr, FloatRelation):
-        # sympy would look for the sign of the difference, in time that grows with its size.
-        return REAL_RELATIONS[type(expr)](*args, evaluate=False)
     if tuple(args) == expr.args:
         return expr
+    # Comparisons remain those of floats: sympy rewrites its own in a choice that is a power's base,
+    # dividing by what stands beside the unknown, which is 0 where both sides are numbers.
     options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
     return expr.func(*args, **options)
 

@@ -41,6 +41,11 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
     slope: Callable[..., sympy.Expr]
     """The derivative at the arguments, of functions for which that by each has one form."""
 
+    @property
+    def has_poles(self) -> bool:
+        """Whether finite arguments can give an infinity or NaN."""
+        return False
+
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         return self.slope(*self.args)
 
@@ -62,8 +67,46 @@ def _derivative(function: RealFunction, by: sympy.Symbol) -> sympy.Expr:
         is_function = isinstance(arg, RealFunction)
         inner = arg._eval_derivative(by) if is_function else arg.diff(by)
         if inner != 0:
-            terms.append(function.fdiff(place) * inner)
+            terms.append(_chained(function.fdiff(place), inner))
     return sympy.Add(*terms)
+
+
+def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
+    """The product of two slopes; 0 where choices ignore the argument, as torch selects gradients.
+
+    There the other slope may be infinite or NaN, as that of the root of ``fg.maximum(x, 0)`` is.
+    """
+    ignored = _is_ignored(inner) if _may_be_infinite(outer) else sympy.false
+    if ignored == sympy.false:
+        return outer * inner
+    return sympy.Piecewise((0, ignored), (outer * inner, True), evaluate=False)
+
+
+def _may_be_infinite(slope: sympy.Expr) -> bool:
+    """Whether a slope may be infinite or NaN at finite arguments, or has an infinite literal."""
+    if slope.is_number:
+        return not slope.is_finite
+    if isinstance(slope, sympy.Pow) and not slope.exp.is_nonnegative:
+        return True
+    return getattr(slope, "has_poles", False) or any(map(_may_be_infinite, slope.args))
+
+
+def _is_ignored(slope: sympy.Basic) -> sympy.Basic:
+    """The condition on which the choices in a slope make it 0."""
+    if isinstance(slope, sympy.Piecewise):
+        found: list[sympy.Basic] = []
+        others: list[sympy.Basic] = []
+        for value, test in slope.args:
+            ignored = _is_ignored(value)
+            found.append(sympy.And(test, ignored, *map(sympy.Not, others)))
+            if ignored != sympy.true:
+                others.append(test)
+        return sympy.Or(*found)
+    if isinstance(slope, sympy.Mul):
+        return sympy.Or(*map(_is_ignored, slope.args))
+    if isinstance(slope, sympy.Add):
+        return sympy.And(*map(_is_ignored, slope.args))
+    return sympy.true if slope == 0 else sympy.false
 
 
 class FloorDiv(RealFunction):
