@@ -622,7 +622,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   Element* dk_rows = p.dk + b * p.dk_stride_b + h_kv * p.dk_stride_h + k_start * p.dk_stride_n;
   Element* dv_rows = p.dv + b * p.dv_stride_b + h_kv * p.dv_stride_h + k_start * p.dv_stride_n;
   store_rows<BLOCK_K, VECTORS>(dk_rows, p.dk_stride_n, smem_base + SMEM_K, p.seq_k - k_start,
-                             threadIdx.x);
-  store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,
                                threadIdx.x);
+  store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,
+                                 threadIdx.x);
 }

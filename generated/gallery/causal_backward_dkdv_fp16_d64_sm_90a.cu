@@ -240,7 +240,6 @@ struct Stage {  // the current buffer of a pipeline, and the parity of the phase
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_CONSUMERS = 1;  // that of all consumers
-// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }

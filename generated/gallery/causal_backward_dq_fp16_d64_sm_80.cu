@@ -577,5 +577,5 @@ causal_backward_dq_fp16_d64(const __grid_constant__ Params p) {
   __syncthreads();
   Element* dq_rows = p.dq + b * p.dq_stride_b + h * p.dq_stride_h + q_start * p.dq_stride_n;
   store_rows<BLOCK_Q, VECTORS>(dq_rows, p.dq_stride_n, smem_base + SMEM_Q, p.seq_q - q_start,
-                             threadIdx.x);
+                               threadIdx.x);
 }

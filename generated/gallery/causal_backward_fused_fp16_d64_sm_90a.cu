@@ -253,8 +253,8 @@ struct Stage {  // the current buffer of a pipeline, and the parity of the phase
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_CONSUMERS = 1;  // that of all consumers
-// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
-constexpr int BARRIER_DQ_FULL = 2, BARRIER_DQ_EMPTY = 4;
+constexpr int BARRIER_DQ_FULL = 2;  // the first of one for each consumer warpgroup: dQ is written
+constexpr int BARRIER_DQ_EMPTY = 4;  // the same: the warp that adds dQ has read it
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }

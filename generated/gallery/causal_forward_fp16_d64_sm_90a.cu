@@ -164,7 +164,6 @@ DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
 constexpr int BARRIER_WARPGROUP = 4;  // the same, for its own warps alone
-// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -191,7 +190,7 @@ DEVICE int next_work_tile(const Params& p, int* next_tile, unsigned full, unsign
 }
 // The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
 DEVICE int received_tile(const Params& p, const int* next_tile, unsigned full, unsigned empty,
-                              unsigned& parities) {
+                         unsigned& parities) {
   if (p.tile_counter == nullptr) return p.work_tiles;
   barrier_wait(full, parities & 1);
   const int work_tile = uniform(*next_tile);
@@ -577,7 +576,7 @@ causal_forward_fp16_d64(const __grid_constant__ Params p) {
       wgmma_fence();
       UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
         multiply_columns(o[0], rounded[n],
-                        v_tiles + v.index * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
+                         v_tiles + v.index * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
       }
       wgmma_commit();
     };

@@ -131,5 +131,5 @@ convert_dq_fp16_d64_q128(const __grid_constant__ Params p) {
                   + first_row * p.dq_stride_n;
   const unsigned stage = (unsigned)__cvta_generic_to_shared(smem);
   store_rows<BLOCK_Q, VECTORS>(rows, p.dq_stride_n, stage,
-                                p.seq_q - first_row, threadIdx.x);
+                               p.seq_q - first_row, threadIdx.x);
 }

@@ -464,7 +464,7 @@ DEVICE void store_scores(unsigned tile, const float (&s)[GROUPS][TILES][4], int 
     UNROLL for (int r = 0; r < 2; ++r) {
       UNROLL for (int n = 0; n < TILES; ++n) {
         stage_pair<VECTORS_S>(tile, first_row + 16 * g + 8 * r + lane / 4, first_column / 8 + n,
-                               lane, s[g][n][2 * r], s[g][n][2 * r + 1]);
+                              lane, s[g][n][2 * r], s[g][n][2 * r + 1]);
       }
     }
   }
@@ -710,7 +710,7 @@ relative_bias_backward_fused_fp16_d64(const __grid_constant__ Params p) {
   Element* dk_rows = p.dk + b * p.dk_stride_b + h_kv * p.dk_stride_h + k_start * p.dk_stride_n;
   Element* dv_rows = p.dv + b * p.dv_stride_b + h_kv * p.dv_stride_h + k_start * p.dv_stride_n;
   store_rows<BLOCK_K, VECTORS>(dk_rows, p.dk_stride_n, smem_base + SMEM_K, p.seq_k - k_start,
-                             threadIdx.x);
-  store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,
                                threadIdx.x);
+  store_rows<BLOCK_K, VECTORS_V>(dv_rows, p.dv_stride_n, smem_base + SMEM_V, p.seq_k - k_start,
+                                 threadIdx.x);
 }

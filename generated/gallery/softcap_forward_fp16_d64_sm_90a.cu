@@ -94,7 +94,7 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
-// The lesser and the greater float; NaN where one is NaN.
+// The lesser or the greater of two floats; NaN where one is NaN.
 BINARY(maximum, "max.NaN.f32")
 
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
@@ -165,7 +165,6 @@ DEVICE Stage stage_of(unsigned tile) { return {int(tile % STAGES), tile / STAGES
 
 // Named barriers, at which `threads` threads wait or only arrive; __syncthreads uses barrier 0.
 constexpr int BARRIER_PING_PONG = 1;  // the first of one for each consumer warpgroup
-// Of each consumer warpgroup with the warp that adds its dQ: it is written, or read.
 DEVICE void named_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
@@ -192,7 +191,7 @@ DEVICE int next_work_tile(const Params& p, int* next_tile, unsigned full, unsign
 }
 // The same work tile, received by a consumer warp. Bit 0 of `parities` is the parity of `full`.
 DEVICE int received_tile(const Params& p, const int* next_tile, unsigned full, unsigned empty,
-                              unsigned& parities) {
+                         unsigned& parities) {
   if (p.tile_counter == nullptr) return p.work_tiles;
   barrier_wait(full, parities & 1);
   const int work_tile = uniform(*next_tile);
@@ -568,7 +567,7 @@ softcap_forward_fp16_d64(const __grid_constant__ Params p) {
       wgmma_fence();
       UNROLL for (int n = 0; n < BLOCK_K / 16; ++n) {
         multiply_columns(o[0], rounded[n],
-                        v_tiles + v.index * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
+                         v_tiles + v.index * (V_BYTES / 16) + n * (16 * PANEL_V_BYTES / 16));
       }
       wgmma_commit();
     };

@@ -243,12 +243,10 @@ def _concatenate(parts: list[Cohort], live: Sequence[int]) -> Cohort:
 
 def _join(values: list[Any], places: list[Array], total: int) -> Any:
     first = values[0]
-    uniform = all(v.ndim == 0 for v in values)
-    if uniform:
-        bits = first.tobytes()
-        if all(v.tobytes() == bits for v in values[1:]):
+    if all(v is first for v in values):  # nearly all registers that no cohort wrote meanwhile
+        if not first.ndim or first.shape[0] == 1:
             return first
-    elif first.ndim and first.shape[0] == 1 and all(v is first for v in values):
+    elif all(v.ndim == 0 for v in values) and len({v.tobytes() for v in values}) == 1:
         return first
     width = max(v.shape[1] if v.ndim else 1 for v in values)
     out = np.empty((total, width), first.dtype)

@@ -247,6 +247,34 @@ def test_a_number_below_float32_removes_scores() -> None:
     assert trace_score(lambda s, b, h, q, k: fg.where(s > -math.inf, s, 0)).expr.has(sympy.Gt)
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "s / (t * u)",
+        "s * t / u",
+        "s / t / u",
+        "s / (t / u)",
+        "s * (t / u)",
+        "s - (t - u)",
+        "s - 2 * (t - u)",
+        "-(s + t) / u",
+        "s + (k - q)",
+        "s + q // (i * j)",
+        "s + i * q // j",
+        "s + q % (i * j)",
+        "s + (q + i) % j",
+        "s + ((q + i) & (k | 3))",
+    ],
+)
+def test_the_text_of_an_expression_is_the_expression(written: str) -> None:
+    names: dict[str, Any] = {name: fg.Scalar(name, "float32") for name in "tu"}
+    names |= {name: fg.Scalar(name, "int32", minimum=1) for name in "ij"}
+    head = "lambda s, b, h, q, k: "
+    expr = trace_score(eval(head + written, names)).expr
+    text = python_text(expr).replace("score", "s")
+    assert trace_score(eval(head + text, names)).expr == expr, text
+
+
 def test_a_mask_that_is_a_number_is_refused() -> None:
     error = refusal(lambda b, h, q, k: q - k)
     assert "not a condition" in error.what

@@ -91,18 +91,18 @@ class _Printer(StrPrinter):  # type: ignore[misc]
 
     def _written(self, terms: list[sympy.Expr]) -> str:
         level = PRECEDENCE["Add"]
-        text: str = self.parenthesize(terms[0], level)
+        text: str = self.parenthesize(terms[0], level, strict=True)
         for term in terms[1:]:
             negative = is_subtracted(term)
-            part = self.parenthesize(-term if negative else term, level, strict=True)
+            part = self.parenthesize(-term if negative else term, level)
             text += f" - {part}" if negative else f" + {part}"
         return text
 
     def _divided(self, expr: Any, sign: str) -> str:
         level = PRECEDENCE["Mul"]
         a, b = expr.args
-        left = self.parenthesize(a, level)
-        return f"({left} {sign} {self.parenthesize(b, level, strict=True)})"
+        left = self.parenthesize(a, level, strict=True)
+        return f"({left} {sign} {self.parenthesize(b, level)})"
 
     def _print_Infinity(self, expr: Any) -> str:
         return "inf"
@@ -125,7 +125,7 @@ class _Printer(StrPrinter):  # type: ignore[misc]
     def _print_FloatQuotient(self, expr: Any) -> str:
         above, below = expr.args
         level = PRECEDENCE["Mul"]
-        return f"{self.parenthesize(above, level)}/{self.parenthesize(below, level, strict=True)}"
+        return f"{self.parenthesize(above, level, strict=True)}/{self.parenthesize(below, level)}"
 
     def _print_FloatPower(self, expr: Any) -> str:
         return str(self._print_Pow(sympy.Pow(*expr.args, evaluate=False)))
