@@ -446,7 +446,10 @@ class BulkCopies:
             t.phases = np.full(t.issued.n, IN_FLIGHT)
         if m.shared_races is not None:
             t.known = m.clocks.of(t.issued.rows)
-        self._read_near(t) if t.near else self._global_order(t, READ)
+        if t.near:
+            self._read_near(t)
+        else:
+            self._global_order(t, READ)
         self.incoming.append(t)
 
     def _read_near(self, t: BulkTransfer) -> None:
@@ -602,25 +605,27 @@ class BulkCopies:
             RaceError: a copy is in flight, or need not have completed for what the block has seen.
         """
         m = self.machine
-        for t in (*self.incoming, *self.landed):
-            if m.proxy is None or t.writes is None or t.barriers is None or t.phases is None:
-                continue
-            for row in np.flatnonzero(np.isin(t.blocks, blocks)).tolist():
-                warps = int(t.blocks[row]) * m.warps + np.arange(m.warps)
-                cluster, members = m.row_cluster[warps], m.row_member[warps]
-                seen = m.proxy.has_completed(cluster, members, t.writes[row])
-                # A relaxed wait orders nothing, and yet the copy has completed.
-                seen |= m.mbarriers.late.phase[t.barriers[row], warps] >= t.phases[row]
-                if not seen.any():
-                    advice = "wait for its mbarrier in that block before it ends"
-                    self._unfinished(t, row, "into", advice)
-            sources = m.row_block[t.issued.rows] if t.near else np.zeros(0, np.int64)
-            for row in np.flatnonzero(np.isin(sources, blocks)).tolist():
-                warps = int(sources[row]) * m.warps + np.arange(m.warps)
-                seen = m.clocks.seen[m.row_cluster[warps], m.row_member[warps], t.columns[row]]
-                if (seen < t.times[row]).all():
-                    advice = "let the block that it copies to wait for it, and meet it at a "
-                    self._unfinished(t, row, "out of", advice + "barrier of the cluster")
+        if m.proxy is None:
+            return
+        for block in blocks.tolist():
+            warps = block * m.warps + np.arange(m.warps)
+            clocks = m.row_cluster[warps], m.row_member[warps]
+            for t in (*self.incoming, *self.landed):
+                if t.writes is None or t.barriers is None or t.phases is None:
+                    continue
+                for row in np.flatnonzero(t.blocks == block).tolist():
+                    seen = m.proxy.has_completed(*clocks, t.writes[row])
+                    # A relaxed wait orders nothing, and yet the copy has completed.
+                    seen |= m.mbarriers.late.phase[t.barriers[row], warps] >= t.phases[row]
+                    if not seen.any():
+                        advice = "wait for its mbarrier in that block before it ends"
+                        self._unfinished(t, row, "into", advice)
+                if not t.near:
+                    continue
+                for row in np.flatnonzero(m.row_block[t.issued.rows] == block).tolist():
+                    if (m.clocks.seen[(*clocks, t.columns[row])] < t.times[row]).all():
+                        advice = "let the block that it copies to wait for it, and meet it at a "
+                        self._unfinished(t, row, "out of", advice + "barrier of the cluster")
 
     def finish(self) -> None:
         """Called when the blocks of the wave have ended: no copy may still be in flight.

@@ -194,9 +194,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]
 
 
 class _WithoutDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """
+    """Refuses random numbers that an operation draws while it is executed.
+
     Args:
-        name: the operation that is executed.
+        name: the operation.
     """
 
     def __init__(self, name: str) -> None:

@@ -24,7 +24,7 @@ from flashgen.spec.language.lets import (
     substituted,
 )
 from flashgen.spec.language.symbols import SCORE, K, Q, is_condition
-from flashgen.spec.language.sympy_functions import Maximum, Minimum
+from flashgen.spec.language.sympy_functions import Maximum, Minimum, unless
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 
@@ -125,7 +125,7 @@ def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
     # Of names, because sympy multiplies out the choices of two sides that it compares.
     outer, inner = (Let(each) if each.args else each for each in (outer, inner))
     none = sympy.Or(*(relation(sympy.Eq, each, sympy.S.Zero) for each in (outer, inner)))
-    return sympy.Piecewise((0, none), (outer * inner, True), evaluate=False)
+    return unless(none, outer * inner)
 
 
 _CHOICES = (sympy.Piecewise, Minimum, Maximum)

@@ -16,7 +16,7 @@ import sympy
 
 from flashgen.spec.language.comparisons import relation
 from flashgen.spec.language.symbols import is_int
-from flashgen.spec.language.sympy_functions import RealFunction
+from flashgen.spec.language.sympy_functions import RealFunction, unless
 
 
 class Monotone(NamedTuple):
@@ -273,4 +273,4 @@ class Atan2(FloatFunction):
         square = x**2 + y**2
         part = x if argindex == 1 else -y
         none = relation(sympy.Eq, square, sympy.S.Zero)
-        return sympy.Piecewise((0, none), (part / square, True), evaluate=False)
+        return unless(none, part / square)

@@ -22,7 +22,7 @@ from sympy.printing.precedence import PRECEDENCE
 from flashgen.spec.language.comparisons import FloatEqual, relation
 from flashgen.spec.language.float_functions import Log
 from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, is_int
-from flashgen.spec.language.sympy_functions import RealFunction
+from flashgen.spec.language.sympy_functions import RealFunction, unless
 
 
 class AsFloat(RealFunction):
@@ -179,20 +179,16 @@ class FloatPower(_FloatOperation):
             return n * a ** (n - 1)
         if argindex == 1:
             slope = n * FloatPower(a, FloatSum(n, -1))
-            return _unless(FloatEqual(n, 0), slope)
+            return unless(FloatEqual(n, 0), slope)
         if a.is_number and a.is_positive:
             return self * Log(a)
         none = sympy.And(FloatEqual(a, 0), relation(sympy.Ge, n, sympy.S.Zero))
-        return _unless(none, self * Log(a))
+        return unless(none, self * Log(a))
 
 
 def _as_factor(x: sympy.Expr) -> sympy.Expr:
     """An argument as a factor of a derivative, in which sympy must not multiply out integers."""
     return x if x.is_number else AsFloat(x)
-
-
-def _unless(condition: sympy.Basic, slope: sympy.Expr) -> sympy.Expr:
-    return sympy.Piecewise((0, condition), (slope, True), evaluate=False)
 
 
 def in_reals(expr: sympy.Basic) -> sympy.Basic:

@@ -79,7 +79,12 @@ def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
     ignored = _is_ignored(inner) if _may_be_infinite(outer) else sympy.false
     if ignored == sympy.false:
         return outer * inner
-    return sympy.Piecewise((0, ignored), (outer * inner, True), evaluate=False)
+    return unless(ignored, outer * inner)
+
+
+def unless(condition: sympy.Basic, slope: sympy.Expr) -> sympy.Expr:
+    """A slope, or 0 where the condition holds."""
+    return sympy.Piecewise((0, condition), (slope, True), evaluate=False)
 
 
 def _may_be_infinite(slope: sympy.Expr) -> bool:
