@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 import flashgen as fg
-from flashgen.calls.runtime.arguments.call import Call, check
+from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.chosen_keys import ChosenCall
 from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, MOST_ROWS
+from flashgen.calls.runtime.prepared_call import Setup
 from flashgen.calls.runtime.programs import program_of
 from flashgen.kernels.planner import (
     BackwardPlanRequest,
@@ -27,7 +28,7 @@ from flashgen.kernels.planner import (
     plan_schemes,
 )
 from flashgen.shared.arch import facts, portable
-from flashgen.shared.call import DEFAULT_LAUNCH, DEFAULT_OPTIONS, Operands
+from flashgen.shared.call import DEFAULT_OPTIONS, Operands
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.spec.language.chosen_specs import (
     by_groups,
@@ -105,8 +106,7 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
     _, operands, options = Call.of(
         program, lambda *_: program, Operands(q, k, v), options, captures
     )
-    call = check(program.signature, operands, options)
-    chosen = ChosenCall(program, call, operands, options, DEFAULT_LAUNCH)
+    chosen = ChosenCall(Setup.of(program, operands, options), operands, options)
     spec, given, options = chosen.by_groups(operands, chosen.read(operands))
     signature = program_of(spec).signature
     tensors = dict(zip((x.name for x in signature.tensors), given.captured, strict=True))

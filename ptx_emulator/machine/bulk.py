@@ -21,12 +21,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ptx_emulator import errors
+from ptx_emulator.checks import unfinished_copies
 from ptx_emulator.checks.async_proxy import IN_FLIGHT
 from ptx_emulator.checks.bounds import check_aligned, check_window, check_writable
 from ptx_emulator.checks.copy_sources import CopySource
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.counters.recorder import ATOMIC, READ, WRITE
-from ptx_emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds, RaceError
+from ptx_emulator.errors import LaunchArguments, MbarrierMisuse, OutOfBounds
 from ptx_emulator.isa.atomics import FLUSHED_ADD, combine
 from ptx_emulator.isa.cluster import fail_exited, remote, resolved
 from ptx_emulator.machine import tma
@@ -598,52 +599,8 @@ class BulkCopies:
                 data = data.astype(dtype, copy=False).view(device.dtype)
             device[source[row][here]] = data
 
-    def block_exits(self, blocks: Array) -> None:
-        """Checks that these blocks have waited for the copies into their shared memory.
-
-        Raises:
-            RaceError: a copy is in flight, or need not have completed for what the block has seen.
-        """
-        m = self.machine
-        if m.proxy is None:
-            return
-        for block in blocks.tolist():
-            warps = block * m.warps + np.arange(m.warps)
-            clocks = m.row_cluster[warps], m.row_member[warps]
-            for t in (*self.incoming, *self.landed):
-                if t.writes is None or t.barriers is None or t.phases is None:
-                    continue
-                for row in np.flatnonzero(t.blocks == block).tolist():
-                    seen = m.proxy.has_completed(*clocks, t.writes[row])
-                    # A relaxed wait orders nothing, and yet the copy has completed.
-                    seen |= m.mbarriers.late.phase[t.barriers[row], warps] >= t.phases[row]
-                    if not seen.any():
-                        advice = "wait for its mbarrier in that block before it ends"
-                        self._unfinished(t, row, "into", advice)
-                if not t.near:
-                    continue
-                for row in np.flatnonzero(m.row_block[t.issued.rows] == block).tolist():
-                    if (m.clocks.seen[(*clocks, t.columns[row])] < t.times[row]).all():
-                        advice = "let the block that it copies to wait for it, and meet it at a "
-                        self._unfinished(t, row, "out of", advice + "barrier of the cluster")
-
     def finish(self) -> None:
-        """Called when the blocks of the wave have ended: no copy may still be in flight.
-
-        Raises:
-            RaceError: a copy still reads the shared memory of a block that has ended.
-        """
-        if self.machine.config.check:
-            allowed = "exit_before_bulk_store" in self.machine.config.allow
-            for t in () if allowed else self.outgoing:
-                row = int(np.argmin(t.waited))
-                advice = "execute cp.async.bulk.wait_group.read first"
-                advice += errors.way_out("exit_before_bulk_store")
-                self._unfinished(t, row, "out of", advice)
+        """Executes the copies that are in flight when the blocks of the wave have ended."""
+        unfinished_copies.wave_ends(self.machine)
         for t in self.incoming + self.outgoing:
             self.execute(t)
-
-    def _unfinished(self, t: BulkTransfer, row: int, way: str, advice: str) -> NoReturn:
-        what = "a block ends while one of its bulk copies may be in flight"
-        numbers = f"a copy of {t.size:,} bytes {way} shared memory that has not been waited for"
-        self.machine.fail(RaceError, what, t.here.site(row), numbers, advice)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from flashgen.shared.errors import EmulatorError
+from ptx_emulator.checks import unfinished_copies
 from ptx_emulator.errors import BarrierDivergence, DeadlockError, StepLimit
 from ptx_emulator.isa.segments import Segments
 from ptx_emulator.ptx.instructions import is_warp_barrier
@@ -281,7 +282,7 @@ class Scheduler(Wave):
         if self.cluster_size > 1 and self.shared_races:
             self.shared_races.block_exits(ended)
         if len(ended):
-            self.bulk.block_exits(ended)
+            unfinished_copies.block_exits(self, ended)
         if self.cluster.used:
             self.cluster.check(np.unique(blocks // self.cluster_size))
 

@@ -16,6 +16,8 @@ from flashgen.calls.ops import run_forward as run_on_emulator
 from flashgen.calls.runtime import backends
 from flashgen.calls.runtime import tuned_tiles as tuned
 from flashgen.calls.runtime.forward import PreparedForward
+from flashgen.calls.runtime.prepared_call import Setup
+from flashgen.calls.runtime.programs import program_of
 from flashgen.calls.runtime.tangent import PreparedTangent
 from flashgen.kernels.compile import cache
 from flashgen.kernels.compile.cache import CacheWarning
@@ -227,14 +229,15 @@ def test_calls_on_the_gpu_take_the_winner(folder, monkeypatch):
     call = {"scale": None, "q_offset": 0, "k_offset": 0, "scalars": {}}
     stated = check(CAUSAL, q, k, v, **call)
     target = backends.Target("gpu", ARCH, q.device, 0)
-    forward = PreparedForward(CAUSAL, stated, target, Operands(q, k, v))
+    setup = Setup(program_of(CAUSAL), stated, target)
+    forward = PreparedForward(setup, Operands(q, k, v))
     tensors = {"q": q, "k": k, "v": v, "o": q}
     assert forward._kernel(16, tensors, {}).bound.build.plan.tile == plan(CAUSAL, ARCH).tile
     where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "forward", stated)
     tuned.write(where, tuned.Winner({"forward": SMALLER}, 1e-3, 2e-3))
     assert forward._kernel(16, tensors, {}).bound.build.plan.tile == SMALLER
     launch = LaunchOptions(sram=60_000)
-    given = PreparedForward(CAUSAL, stated, target, Operands(q, k, v), launch)
+    given = PreparedForward(setup._replace(launch=launch), Operands(q, k, v))
     assert given._kernel(16, tensors, {}).bound.build.plan.tile != SMALLER, "sram plans for itself"
 
 
@@ -248,7 +251,8 @@ def test_operands_that_tma_cannot_take_do_not_get_a_winner_of_its_path(folder, m
     where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, "sm_90a", "forward", stated)
     tuned.write(where, tuned.Winner({"forward": hopper}, 1e-3, 2e-3))
     target = backends.Target("gpu", "sm_90a", q.device, 0)
-    forward = PreparedForward(CAUSAL, stated, target, Operands(q, *expanded))
+    setup = Setup(program_of(CAUSAL), stated, target)
+    forward = PreparedForward(setup, Operands(q, *expanded))
     bound = forward._kernel(16, {"q": q, "k": expanded[0], "v": expanded[1], "o": q}, {}).bound
     assert bound.build.plan.path == "sm_80"
 
@@ -263,11 +267,12 @@ def test_tangents_of_all_operands_have_the_winner(folder, monkeypatch):
     where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "tangent", stated)
     tuned.write(where, tuned.Winner({"tangent": smaller}, 1e-3, 2e-3))
     target = backends.Target("gpu", ARCH, call.qkv[0].device, 0)
+    setup = Setup(program_of(CAUSAL), stated, target)
     read = dict(zip("qkv", call.qkv, strict=True))
     read |= dict.fromkeys(("o", "o_tangent"), call.qkv[0])
     for names in (("q", "k", "v"), ("q",)):
         tensors = read | {f"{x}_tangent": read[x] if x in names else None for x in "qkv"}
-        bound, _, _ = PreparedTangent(CAUSAL, stated, target, names)._bind(tensors, {})
+        bound, _, _ = PreparedTangent(setup, names)._bind(tensors, {})
         assert (bound.build.plan.tile == smaller) == (names == ("q", "k", "v"))
 
 

@@ -14,8 +14,8 @@ from flashgen.calls.launch.params import describe_map
 from flashgen.calls.native import build
 from flashgen.calls.native.record import NoPlan, Recorder, recording
 from flashgen.calls.runtime.backward import PreparedBackward
+from flashgen.calls.runtime.bound_kernel import KernelRun
 from flashgen.calls.runtime.forward import ForwardOutcome, PreparedForward
-from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.prepared_call import DerivativeOutcome
 from flashgen.shared import config
 from flashgen.shared.call import CallOptions, Operands, OutputGradients

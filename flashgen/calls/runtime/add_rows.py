@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from flashgen.calls.runtime.backends import Target
-from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun
 from flashgen.calls.runtime.kernel_arguments import KernelArguments
-from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.shared.call import LaunchOptions
 from flashgen.shared.dtypes import dtype_name
 
@@ -54,7 +52,6 @@ def add_rows(
     from flashgen.kernels.pipeline import build_add_rows
     from flashgen.kernels.planner.streaming_kernels import lane_bits_of_append
 
-    begin = perf_counter()
     blocks, block_k, columns = total.shape
     build = build_add_rows(dtype_name(rows.dtype), target.arch)
     vectors = columns * rows.element_size() // 16
@@ -70,5 +67,4 @@ def add_rows(
     grid = -(-keys // (build.plan.threads >> lane_bits)), 1, 1
     bound = BoundKernel(build, KernelArguments(build.source.params, numbers), grid)
     tensors = {"added": rows, "sums": total, "order": order.blocks, "starts": order.starts}
-    counters = bound.run(target, tensors, launch)
-    return KernelRun(build, counters, perf_counter() - begin)
+    return bound.timed(target, tensors, launch)

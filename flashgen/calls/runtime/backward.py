@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.calls.runtime import forward, learned_gradients, memory_layout
-from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.options import settled
 from flashgen.calls.runtime.arguments.tensors import check_gradients
-from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import (
     NO_NUMBERS,
     bind,
@@ -22,33 +20,31 @@ from flashgen.calls.runtime.bind_arguments import (
     part_heads_of,
     ranges_of,
 )
-from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun, Tensors
 from flashgen.calls.runtime.chosen_keys import ChosenCall, ChosenPass
 from flashgen.calls.runtime.kernel_arguments import pointers_of
 from flashgen.calls.runtime.learned_gradients import (
     SINK_SUMS,
     ExactSums,
     FloatSums,
-    LearnedGradients,
     contributions_of,
 )
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
-from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.calls.runtime.minmax_tables import MinMaxTables
 from flashgen.calls.runtime.prepared_call import (
     CPU_REASON,
     EMPTY,
     DerivativeOutcome,
     PreparedCall,
-    parts_of,
+    Setup,
     places_of,
     without_autocast,
 )
-from flashgen.calls.runtime.programs import CallProgram, program_of
+from flashgen.calls.runtime.programs import CallProgram
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
     INVARIANT,
     CallOptions,
-    CheckedCall,
     LaunchOptions,
     Operands,
     OutputGradients,
@@ -76,25 +72,22 @@ class PreparedBackward(PreparedCall):
 
     def __init__(
         self,
-        spec: AttentionSpec | CallProgram,
-        call: CheckedCall,
-        target: Target,
+        setup: Setup,
         inputs: Inputs,
         *,
         deterministic: bool,
-        launch: LaunchOptions = DEFAULT_LAUNCH,
         invariant: bool = False,
         alone: str = "",
     ) -> None:
         """
         Args:
-            spec: the spec, in which only tensors whose gradients are needed have grad=True.
+            setup: of a program in which only tensors whose gradients are needed have grad=True.
             inputs: the tensors q, k, v, o and do.
             invariant: whether the call is batch-invariant: tuned tiles depend on its sizes.
             alone: "queries" where only the gradient of q is computed, and k and v may be caches;
                 "keys" where only those of k and v are.
         """
-        super().__init__(spec, call, target, launch)
+        super().__init__(setup)
         self.deterministic = deterministic
         self._alone = alone
         self._invariant = invariant
@@ -108,11 +101,10 @@ class PreparedBackward(PreparedCall):
             if name != "o" and self._obstacles[name] is None
         }
         which = alone or ("deterministic" if deterministic else "backward")
-        path = self.program.path_of_pass(target, which)
+        path = self.program.path_of_pass(self.target, which)
         self._kernel_arch, self._reason = memory_layout.path_for(path.arch, path.why, **by_tma)
-        self._bound: dict[tuple[str, ...], tuple[BoundKernel, ...]] = {}
+        self._bound: dict[tuple[str, ...], tuple[tuple[BoundKernel, ...], MinMaxTables]] = {}
         self._sums: dict[str, int] = {}  # elements of the float32 sums, by their pointers
-        self._tables: MinMaxTables | None = None  # for kernels that read captured tensors
         # With exact sums: the largest number of contributions to an element of each tensor.
         self._contributions: dict[str, int] = {}
 
@@ -123,19 +115,13 @@ class PreparedBackward(PreparedCall):
 
         Without those of the others where some are computed alone.
         """
-        q, k, v, captured, rng = operands
-        read = _inputs(operands, gradients)
-        for name, tensor in read.items():
-            if tensor.is_neg():
-                read[name] = tensor.resolve_neg()
-        rng = rng.contiguous() if self.drops and rng is not None else None
-        dlse = gradients.dlse
-        if dlse is not None and dlse.is_neg():
-            dlse = dlse.resolve_neg()
-        by_name = self._named(captured, operands.k) if captured or self._layout else {}
+        operands, by_name = self._read(operands)
+        q, k, v, _, rng = operands
+        out, lse, dout, dlse = gradients
+        dlse = None if dlse is None else dlse.resolve_neg()
+        gradients = OutputGradients(out.resolve_neg(), lse, dout.resolve_neg(), dlse)
         if self.target.backend == "tiled" and not self.call.is_empty:
-            of_out = OutputGradients(read["o"], gradients.lse, read["do"], dlse)
-            return self._on_cpu(Operands(read["q"], read["k"], read["v"], (), rng), of_out, by_name)
+            return self._on_cpu(operands, gradients, by_name)
         of = dict(zip(_GRADIENTS[""], (q, k, v), strict=True))
         made = {name: empty_rows(of[name], of[name].shape[3]) for name in _GRADIENTS[self._alone]}
         if self.signature.packed:  # kernels do not write rows outside all sequences
@@ -146,6 +132,7 @@ class PreparedBackward(PreparedCall):
             learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
             zeros = (gradient.zero_() for gradient in made.values())
             return (*zeros, *sums.gradients()), DerivativeOutcome(self, EMPTY)
+        read = _inputs(operands, gradients)
         copies = self._copy_unaligned(read)
         tensors: dict[str, Tensor | None] = {
             **read,
@@ -157,12 +144,12 @@ class PreparedBackward(PreparedCall):
         }
         if self.signature.paged:
             tensors |= {"k_cache": read["k"], "v_cache": read["v"]}
-        if by_name:
-            tensors |= pointers_of(by_name)
-            tensors |= sums.pointers
-        bound = self._bound.get(copied := tuple(copies))
-        if bound is None:
-            bound = self._bound[copied] = self._bind(tensors, by_name)
+        tensors |= pointers_of(by_name)
+        tensors |= sums.pointers
+        found = self._bound.get(copied := tuple(copies))
+        if found is None:
+            found = self._bound[copied] = self._bind(tensors, by_name)
+        bound, tables = found
         tensors["dq_sum"] = None
         tensors |= {
             name: q.new_empty(elements, dtype=torch.float32)
@@ -171,7 +158,13 @@ class PreparedBackward(PreparedCall):
         for kernel in bound:
             if SINK_SUMS in kernel.arguments.pointers:
                 tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
-        launches = self._launch(bound, tensors, sums, by_name)
+        made_tables, launches = tables.run(self.target, by_name, self.launch)
+        tensors |= made_tables
+        for kernel in bound:
+            for turn in range(kernel.build.facts.launches):
+                if turn > 0 and isinstance(sums, ExactSums):
+                    tensors |= sums.measured(self._contributions)
+                launches.append(kernel.timed(self.target, tensors, self.launch))
         sink_sums = tensors.get(SINK_SUMS)
         if sink_sums is not None:
             learned_gradients.add_sink_sums(self.signature, sums, by_name, sink_sums, self.call)
@@ -197,28 +190,9 @@ class PreparedBackward(PreparedCall):
                 copies[name] = f"{_READ[name]} was copied: {why}"
         return copies
 
-    def _launch(
-        self,
-        bound: Iterable[BoundKernel],
-        tensors: dict[str, Tensor | None],
-        sums: LearnedGradients,
-        captured: Mapping[str, Tensor],
-    ) -> list[KernelRun]:
-        """Runs the kernels of min/max tables, then the backward kernels."""
-        done: list[KernelRun] = []
-        if self._tables is not None:
-            made, done = self._tables.run(self.target, captured, self.launch)
-            tensors |= made
-        for kernel in bound:
-            for turn in range(kernel.build.facts.launches):
-                if turn > 0 and isinstance(sums, ExactSums):
-                    tensors |= sums.measured(self._contributions)
-                start = time.perf_counter()
-                counters = kernel.run(self.target, tensors, self.launch)
-                done.append(KernelRun(kernel.build, counters, time.perf_counter() - start))
-        return done
-
-    def _bind(self, tensors: Tensors, captured: Mapping[str, Tensor]) -> tuple[BoundKernel, ...]:
+    def _bind(
+        self, tensors: Tensors, captured: Mapping[str, Tensor]
+    ) -> tuple[tuple[BoundKernel, ...], MinMaxTables]:
         start = time.perf_counter()
         call, deterministic, packed = self.call, self.deterministic, self.signature.packed
         launch = self.launch
@@ -248,14 +222,12 @@ class PreparedBackward(PreparedCall):
             bind(build, call, tensors, captured, numbers=numbers, packed=packed, part_heads=heads)
             for build in builds
         )
-        if captured:
-            self._tables = MinMaxTables(self.program, self.target.arch, captured, bound)
         for build in builds:
             if build.facts.kernel == "captured_exact":
                 self._contributions = contributions_of(
                     build.facts.terms, build.facts, call, captured, packed=packed
                 )
-        return bound
+        return bound, MinMaxTables(self.program, self.target.arch, captured, bound)
 
     def _on_cpu(
         self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
@@ -301,13 +273,12 @@ class PreparedBackward(PreparedCall):
 class ChosenBackward(ChosenPass):
     """A backward call, of which gradients and record are those of `PreparedBackward`."""
 
-    def __init__(self, *checked: Any, operands: Operands, **rest: Any) -> None:
-        super().__init__(*checked, operands=operands, **rest)
+    def __init__(self, setup: Setup, operands: Operands, *rest: Any) -> None:
+        super().__init__(setup, operands, *rest)
         self.deterministic = True  # sums are in the order of the lists
-        program, call, target, launch = checked
         others = [x for x in self.signature.learned if x != self.signature.sink]
-        if target.backend != "tiled" and not (call.is_empty or others):
-            self._chosen = ChosenCall(program, call, operands, self._options, launch)
+        if setup.target.backend != "tiled" and not (setup.call.is_empty or others):
+            self._chosen = ChosenCall(setup, operands, self._options)
 
     def run(self, operands: Operands, gradients: OutputGradients) -> Any:
         if self._chosen is None:
@@ -340,13 +311,15 @@ class BackwardInParts(PreparedBackward):
 
     in_parts = True
 
-    def __init__(self, *checked: Any, parts: Sequence[BackwardCall], **options: Any) -> None:
+    def __init__(
+        self, setup: Setup, inputs: Inputs, *, parts: Sequence[BackwardCall], **options: Any
+    ) -> None:
         """
         Args:
-            checked, options: as for `PreparedBackward`.
             parts: the calls for some columns each, in order.
+            options: as for `PreparedBackward`.
         """
-        super().__init__(*checked, **options)
+        super().__init__(setup, inputs, **options)
         self._parts = parts
 
     def run(
@@ -400,46 +373,38 @@ def prepare(
         SpecError: the spec has no backward pass.
         PlanError: the generation of the GPU is not supported.
     """
-    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
-    program.refuse_backward(alone=alone)
+    setup = Setup.of(spec, operands, options, launch, alone=alone)
+    program = setup.program
     signature = program.signature
-    call = check(signature, operands, options)
     check_gradients(operands.q, operands.v, gradients)
-    target = program.target(options.backend, options.arch, operands.q.device)
     deterministic = bool(alone) or settled(options.deterministic)
     if alone:
         program = program.learning(frozenset())
     elif not all(needed):
         chosen = zip(signature.learned, needed, strict=True)
         program = program.learning(frozenset(x.name for x, wanted in chosen if wanted))
+    setup = setup._replace(program=program)
     if signature.choice is not None:
-        again = functools.partial(prepare, launch=launch)
-        given: Any = {"operands": operands, "options": options, "prepare": again}
-        return ChosenBackward(program, call, target, launch, **given)
+        return ChosenBackward(setup, operands, options, prepare)
     invariant = options.split_size == INVARIANT
-    passes = {
-        "deterministic": deterministic,
-        "launch": launch,
-        "invariant": invariant,
-        "alone": alone,
-    }
-    checked = program, call, target, _inputs(operands, gradients)
+    how: Any = {"deterministic": deterministic, "invariant": invariant, "alone": alone}
+    inputs = _inputs(operands, gradients)
     which = alone or ("deterministic" if deterministic else "backward")
-    if places := parts_of(spec, program, call, target, launch, which):
-        parts = [
-            prepare(
-                part,
-                operands._replace(v=operands.v[..., at]),
-                of_columns(gradients, at),
-                options,
-                launch,
-                needed,
-                alone=alone,
-            )
-            for part, at in places
-        ]
-        return BackwardInParts(*checked, parts=parts, **passes)
-    return PreparedBackward(*checked, **passes)
+    parts = [
+        prepare(
+            part,
+            operands._replace(v=operands.v[..., at]),
+            of_columns(gradients, at),
+            options,
+            launch,
+            needed,
+            alone=alone,
+        )
+        for part, at in setup.parts(spec, which)
+    ]
+    if parts:
+        return BackwardInParts(setup, inputs, parts=parts, **how)
+    return PreparedBackward(setup, inputs, **how)
 
 
 def prepare_queries(

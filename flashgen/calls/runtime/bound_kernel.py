@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Grid = tuple[int, int, int]
 Tensors = Mapping[str, Tensor | None]
+
+
+class KernelRun(NamedTuple):
+    """A kernel that ran.
+
+    Attributes:
+        build: the kernel; None for the CPU path.
+        counters: the counters of the emulator; None elsewhere.
+        seconds: duration of the emulation, or of queueing the launch.
+        table: the min/max table that it made; None for other kernels.
+    """
+
+    build: LaunchableKernel | None
+    counters: Any
+    seconds: float
+    table: Tensor | None = None
 
 
 class BoundKernel:
@@ -70,6 +87,14 @@ class BoundKernel:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         self.launch(addresses, target.index)
         return None
+
+    def timed(
+        self, target: Target, tensors: Tensors, launch: LaunchOptions = DEFAULT_LAUNCH
+    ) -> KernelRun:
+        """Runs the kernel, as `run`."""
+        start = perf_counter()
+        counters = self.run(target, tensors, launch)
+        return KernelRun(self.build, counters, perf_counter() - start)
 
     def launch(self, addresses: Sequence[int], index: int) -> None:
         """Queues the kernel on torch's current stream of a GPU.

@@ -23,15 +23,13 @@ from flashgen.calls.runtime.add_rows import Order, add_rows
 from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.block_layouts import Layout, dense_lists
+from flashgen.calls.runtime.bound_kernel import KernelRun
 from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, KeyRows, Pages, Sizes, lists_of
 from flashgen.calls.runtime.kernel_arguments import named
-from flashgen.calls.runtime.minmax_tables import KernelRun
-from flashgen.calls.runtime.prepared_call import PreparedCall
+from flashgen.calls.runtime.prepared_call import PreparedCall, Setup
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.shared.call import (
     CallOptions,
-    CheckedCall,
-    LaunchOptions,
     Operands,
     OutputGradients,
 )
@@ -146,28 +144,20 @@ class ChosenCall:
     """The calls of paged caches that compute a call with lists, for tensors of one layout.
 
     Args:
-        program: of the spec of a dtype, which has lists.
-        call, operands, options, launch: the checked call.
+        setup: of a program that has lists.
 
     Raises:
         InputError: the call has an argument that calls with lists do not have.
     """
 
-    def __init__(
-        self,
-        program: CallProgram,
-        call: CheckedCall,
-        operands: Operands,
-        options: CallOptions,
-        launch: LaunchOptions,
-    ) -> None:
+    def __init__(self, setup: Setup, operands: Operands, options: CallOptions) -> None:
+        program, call, _, self._launch = setup
         signature = program.signature
         choice = signature.choice
         assert choice is not None, "a call with lists"
         self._signature: CallSignature = signature
         self._spec = _spec(program)
         self._options = options
-        self._launch = launch
         self._prepared: dict[str, Any] = {}
         self._call_pages, _, per_page, _ = operands.k.shape
         self._per_page = per_page // choice.block_k  # blocks
@@ -469,16 +459,18 @@ class ChosenPass(PreparedCall):
     in_parts = True  # calls without Python are those of one launch
 
     def __init__(
-        self, *checked: Any, operands: Operands, options: CallOptions, prepare: Callable[..., Any]
+        self,
+        setup: Setup,
+        operands: Operands,
+        options: CallOptions,
+        prepare: Callable[..., Any],
     ) -> None:
         """
         Args:
-            checked: as for `PreparedCall`.
-            operands, options: of the call.
             prepare: prepares the pass of a program, for its operands, their results or gradients,
-                and options.
+                options and launch.
         """
-        super().__init__(*checked)
+        super().__init__(setup)
         choice, page = self.signature.choice, operands.k.shape[2]
         assert choice is not None, "a call with lists"
         if self.signature.paged and page % choice.block_k:
@@ -498,7 +490,7 @@ class ChosenPass(PreparedCall):
         self._named(operands.captured, operands.k)
         program, given, options = with_layout(self.program, operands, self._options)
         if self._of_blocks is None:
-            self._of_blocks = self._prepare(program, given, *rest, options)
+            self._of_blocks = self._prepare(program, given, *rest, options, self.launch)
         return self._of_blocks.run(given, *rest)
 
 

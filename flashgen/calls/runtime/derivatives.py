@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.arguments.tensors import check_gradients, check_tangents
 from flashgen.calls.runtime.chosen_keys import in_blocks
 from flashgen.calls.runtime.memory_layout import in_memory_order_of
-from flashgen.calls.runtime.prepared_call import PreparedCall, without_autocast
-from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
+from flashgen.calls.runtime.prepared_call import PreparedCall, Setup, without_autocast
+from flashgen.calls.runtime.programs import CallProgram, SpecProgram
 from flashgen.shared.call import (
-    DEFAULT_LAUNCH,
     CallOptions,
     Operands,
     OutputGradients,
@@ -119,10 +117,8 @@ class _TiledCall(PreparedCall):
         moving: Tangents,
         options: CallOptions,
     ) -> None:
-        q, k, _, captured, rng = operands
-        program = program_of(spec).of_dtype(getattr(q, "dtype", None))
-        program.refuse_backward()
-        call = check(program.signature, operands, options)
+        setup = Setup.of(spec, operands, options)
+        program = setup.program
         if not isinstance(program, SpecProgram):
             refuse(
                 "an export has no tangents and no second derivatives",
@@ -131,21 +127,19 @@ class _TiledCall(PreparedCall):
                 "the operator of the spec itself: flashgen.attention(spec)",
             )
         check_tangents(program.signature, operands, moving)
-        target = program.target(options.backend, options.arch, q.device)
-        if target.backend == "emulator":
+        if setup.target.backend == "emulator":
             refuse(
                 "the emulator has no kernels of this derivative",
                 "argument backend",
                 "backend 'emulator'",
                 "backend='tiled', the default for CPU tensors",
             )
-        if target.backend == "gpu":
+        if setup.target.backend == "gpu":
             warn_of_tiles()
-        super().__init__(program, call, target, DEFAULT_LAUNCH)
-        given = rng.contiguous() if self.drops and rng is not None else None
+        super().__init__(setup)
         self.operands = operands
-        by_name = self._named(captured, k) if captured or self._layout else {}
-        self.arguments = self._arguments(by_name, given)
+        read, by_name = self._read(operands)
+        self.arguments = self._arguments(by_name, read.rng)
 
     def _arguments(self, captured: dict[str, Tensor], rng: Tensor | None) -> TileArguments:
         """With the default tiles: a derivative has no kernel whose tiles it could follow."""

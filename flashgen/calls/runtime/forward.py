@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,22 +16,22 @@ from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.arguments.slices import split_number
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, numbers_of_pages, ranges_of
-from flashgen.calls.runtime.bound_kernel import BoundKernel, Tensors
+from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun, Tensors
 from flashgen.calls.runtime.chosen_keys import ChosenCall, ChosenPass
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
 from flashgen.calls.runtime.learned_gradients import lse_without_keys
 from flashgen.calls.runtime.memory_layout import empty_rows
 from flashgen.calls.runtime.merge import Splits
-from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.calls.runtime.minmax_tables import MinMaxTables
 from flashgen.calls.runtime.prepared_call import (
     CPU_REASON,
     EMPTY,
     PreparedCall,
-    parts_of,
+    Setup,
     places_of,
     without_autocast,
 )
-from flashgen.calls.runtime.programs import CallProgram, ForwardRequest, program_of
+from flashgen.calls.runtime.programs import CallProgram, ForwardRequest
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
@@ -61,13 +60,13 @@ class ForwardKernel:
 
     Attributes:
         heads_reason: the reason for the number of heads in its tiles; "" where there is no choice.
-        tables: the kernels of the min/max tables that it reads; None without captured tensors.
+        tables: the kernels of the min/max tables that it reads.
         integers: the width of its integers, as in `Report`.
     """
 
     bound: BoundKernel
     heads_reason: str
-    tables: MinMaxTables | None
+    tables: MinMaxTables
     integers: str = ""
 
 
@@ -94,22 +93,13 @@ class ForwardOutcome(NamedTuple):
 class PreparedForward(PreparedCall):
     """A checked forward call."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec | CallProgram,
-        call: CheckedCall,
-        target: Target,
-        operands: Operands,
-        launch: LaunchOptions = DEFAULT_LAUNCH,
-        *,
-        invariant: bool = False,
-    ) -> None:
+    def __init__(self, setup: Setup, operands: Operands, *, invariant: bool = False) -> None:
         """
         Args:
             invariant: whether the call is batch-invariant.
         """
-        super().__init__(spec, call, target, launch)
-        q, k, v = operands[:3]
+        super().__init__(setup)
+        (q, k, v), call, target = operands[:3], self.call, self.target
         self._invariant = invariant
         path = self.program.path_of_pass(target, "forward")
         self._kernel_arch, self._aligned_reason = memory_layout.path_for(
@@ -148,17 +138,14 @@ class PreparedForward(PreparedCall):
         Args:
             out: where kernels write the output; a new tensor where None.
         """
-        q, k, v, captured, rng = operands
-        if q.is_neg() or k.is_neg() or v.is_neg():
-            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if self._is_empty:
-            return self._without_scores(q, captured)
-        rng = rng.contiguous() if self.drops and rng is not None else None
-        by_name = self._named(captured, k) if captured or self._layout else {}
-        if captured and not self._reads_inside:
+            return self._without_scores(operands.q, operands.captured)
+        read, by_name = self._read(operands)
+        q, k, v, _, rng = read
+        if operands.captured and not self._reads_inside:
             self._check_reads(q, k, v, by_name)
         if self.target.backend == "tiled":
-            return self._on_cpu(Operands(q, k, v, (), rng), by_name)
+            return self._on_cpu(read, by_name)
         if out is None:
             out = self.new_output(q)
         lse = torch.empty_like(self._lse_model)
@@ -204,11 +191,10 @@ class PreparedForward(PreparedCall):
         else:
             tensors = _tensors(q, k, v, to_out, to_lse, maxima)
             tensors |= {"rng": rng, "tile_counter": tile_counter}
-            if kernel.tables is not None:
-                tensors |= pointers_of(by_name)
-                made, tables = kernel.tables.run(self.target, by_name, self.launch)
-                tensors |= made
-                start = perf_counter()
+            tensors |= pointers_of(by_name)
+            made, tables = kernel.tables.run(self.target, by_name, self.launch)
+            tensors |= made
+            start = perf_counter()
             counters = bound.run(self.target, tensors, self.launch)
         seconds = perf_counter() - start
         if self._splits is not None:
@@ -267,9 +253,7 @@ class PreparedForward(PreparedCall):
             sms=target.sms if built.facts.is_persistent else None,
             blocks=launch.blocks,
         )
-        tables = None
-        if captured:
-            tables = MinMaxTables(self.program, target.arch, captured, (bound,))
+        tables = MinMaxTables(self.program, target.arch, captured, (bound,))
         integers = built.integers(ranges)
         kernel = self._kernels[width] = ForwardKernel(bound, reason, tables, integers)
         return kernel
@@ -300,12 +284,11 @@ class PreparedForward(PreparedCall):
 
     def _on_cpu(self, operands: Operands, captured: Mapping[str, Tensor]) -> tuple[Any, ...]:
         start = perf_counter()
-        q, k, v, _, rng = operands
         with without_autocast():
             if self.signature.paged:
                 results = self._of_contiguous(operands, captured)
             else:
-                results = self._of_tiles(self.spec, Operands(q, k, v, (), rng), captured)
+                results = self._of_tiles(self.spec, operands, captured)
         seconds = perf_counter() - start
         return *results, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
 
@@ -337,11 +320,10 @@ class PreparedForward(PreparedCall):
 class ChosenForward(ChosenPass):
     """A forward call, of which the results and their record are those of `PreparedForward`."""
 
-    def __init__(self, *checked: Any, operands: Operands, **rest: Any) -> None:
-        super().__init__(*checked, operands=operands, **rest)
-        program, call, target, launch = checked
-        if target.backend != "tiled" and not call.is_empty:
-            self._chosen = ChosenCall(program, call, operands, self._options, launch)
+    def __init__(self, setup: Setup, operands: Operands, *rest: Any) -> None:
+        super().__init__(setup, operands, *rest)
+        if setup.target.backend != "tiled" and not setup.call.is_empty:
+            self._chosen = ChosenCall(setup, operands, self._options)
 
     def run(self, operands: Operands, out: Tensor | None = None) -> Any:
         if self._chosen is None:
@@ -358,13 +340,14 @@ class ForwardInParts(PreparedForward):
 
     in_parts = True
 
-    def __init__(self, *checked: Any, invariant: bool, parts: Sequence[ForwardCall]) -> None:
+    def __init__(
+        self, setup: Setup, operands: Operands, *, invariant: bool, parts: Sequence[ForwardCall]
+    ) -> None:
         """
         Args:
-            checked: as for `PreparedForward`.
             parts: the calls for some columns each, in order.
         """
-        super().__init__(*checked, invariant=invariant)
+        super().__init__(setup, operands, invariant=invariant)
         self._parts = parts
 
     def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
@@ -431,14 +414,11 @@ def prepare(
         InputError: an argument is wrong.
         PlanError: the generation of the GPU is not supported.
     """
-    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
     size = split_number(options.split_size)
-    call = check(program.signature, operands, options)
-    target = program.target(options.backend, options.arch, operands.q.device)
+    setup = Setup.of(spec, operands, options, launch, forward=True)
+    program, call, target, _ = setup
     if program.signature.choice is not None:
-        again = functools.partial(prepare, launch=launch)
-        given: Any = {"operands": operands, "options": options, "prepare": again}
-        return ChosenForward(program, call, target, launch, **given)
+        return ChosenForward(setup, operands, options, prepare)
     # With as many query rows as keys, a plan need not be made to know that it splits no keys.
     may_split = program.signature.paged or call.query_rows < call.seq_k
     tiled = target.backend == "tiled"
@@ -451,6 +431,7 @@ def prepare(
     # The tiled algorithms split no keys, and mods of packed sequences read lengths of their own.
     if size and not (tiled and program.signature.packed):
         program, call = split(program, call, operands, options, size, target)
+        setup = setup._replace(program=program, call=call)
     if launch.blocks is not None and tiled:
         raise InputError(
             "tiled algorithms have no blocks",
@@ -458,19 +439,13 @@ def prepare(
             numbers=f"given {launch.blocks!r} for the backend 'tiled'",
             way_out="backend='emulator', or leave blocks out",
         )
-    checked = program, call, target, operands, launch
-    if places := parts_of(spec, program, call, target, launch, "forward"):
-        parts = [
-            prepare(
-                part,
-                operands._replace(v=operands.v[..., at]),
-                options,
-                launch,
-            )
-            for part, at in places
-        ]
-        return ForwardInParts(*checked, invariant=invariant, parts=parts)
-    return PreparedForward(*checked, invariant=invariant)
+    parts = [
+        prepare(part, operands._replace(v=operands.v[..., at]), options, launch)
+        for part, at in setup.parts(spec, "forward")
+    ]
+    if parts:
+        return ForwardInParts(setup, operands, invariant=invariant, parts=parts)
+    return PreparedForward(setup, operands, invariant=invariant)
 
 
 def split(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from flashgen.calls.runtime.arguments.positions import rows_outside
 from flashgen.calls.runtime.arguments.refusals import check_is_tensor, refuse
 from flashgen.calls.runtime.backends import Target, target_of
 from flashgen.calls.runtime.bind_arguments import bind
-from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun
 from flashgen.calls.runtime.memory_layout import empty_rows, rows_before_heads
-from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.programs import CallProgram, LaunchableKernel
 from flashgen.calls.sinks import logits_of, of_heads, rows_of_call
 from flashgen.shared.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
@@ -176,15 +174,14 @@ class Splits:
         launch: LaunchOptions,
     ) -> KernelRun:
         """Writes the results over all keys and the sink."""
-        start = perf_counter()
         given = parts, results, *self._sink(captured, results[0])
         if self._merge is None:
             kernel = self._program.merge(self._target.arch)
             self._merge = bind_merge(kernel, *given, run=self._call.run)
-        counters = self._merge.run(self._target, tensors_of_merge(*given), launch)
+        run = self._merge.timed(self._target, tensors_of_merge(*given), launch)
         if self._signature.packed and self._signature.sink is not None:
             results[1].masked_fill_(rows_outside(captured, results[1].shape[2]), -math.inf)
-        return KernelRun(self._merge.build, counters, perf_counter() - start)
+        return run
 
     def _sink(
         self, captured: Mapping[str, Tensor], out: Tensor

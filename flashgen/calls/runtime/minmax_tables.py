@@ -5,14 +5,13 @@ The kernels that make the tables run before the kernels that read them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from flashgen.calls.runtime.backends import Target
-from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun
 from flashgen.calls.runtime.kernel_arguments import (
     KernelArguments,
     numbers_of_captured,
@@ -23,27 +22,11 @@ from flashgen.shared.dtypes import ELEMENTS, dtype_name
 from flashgen.shared.launch_facts import SPAN
 
 if TYPE_CHECKING:
-    from flashgen.calls.runtime.programs import CallProgram, LaunchableKernel
+    from flashgen.calls.runtime.programs import CallProgram
 
 Tensor = torch.Tensor
 
 _PREFIX = "m_"
-
-
-class KernelRun(NamedTuple):
-    """A kernel that ran.
-
-    Attributes:
-        build: the kernel; None for the CPU path.
-        counters: the counters of the emulator; None elsewhere.
-        seconds: duration of the emulation, or of queueing the launch.
-        table: the min/max table that it made; None for other kernels.
-    """
-
-    build: LaunchableKernel | None
-    counters: Any
-    seconds: float
-    table: Tensor | None = None
 
 
 class MinMaxTables:
@@ -84,11 +67,9 @@ class MinMaxTables:
         tables: dict[str, Tensor | None] = {}
         given, runs = pointers_of(captured), []
         for name, bound, model in self._kernels:
-            start = time.perf_counter()
             table = torch.empty_like(model, memory_format=torch.contiguous_format)
             tables[name] = table
-            counters = bound.run(target, {**given, name: table}, launch)
-            runs.append(KernelRun(bound.build, counters, time.perf_counter() - start, table))
+            runs.append(bound.timed(target, {**given, name: table}, launch)._replace(table=table))
         return tables, runs
 
 

@@ -1,4 +1,4 @@
-"""What forward and backward calls share once they are checked."""
+"""What the passes of a call share: how they begin, and what a prepared call keeps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from flashgen.calls.runtime.arguments.call import check_contents
+from flashgen.calls.runtime.arguments.call import check, check_contents
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import ranges_of
 from flashgen.calls.runtime.block_layouts import static_layout
+from flashgen.calls.runtime.bound_kernel import KernelRun
 from flashgen.calls.runtime.kernel_arguments import named
-from flashgen.calls.runtime.minmax_tables import KernelRun
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
 from flashgen.calls.runtime.reports import Report
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
-from flashgen.shared.call import CheckedCall, LaunchOptions
+from flashgen.shared.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
 from flashgen.shared.errors import PlanError
 from flashgen.shared.launch_facts import places_of_columns
 from flashgen.shared.paged import contiguous_call
@@ -36,6 +36,74 @@ EMPTY = "nothing to launch: a size is 0"
 CPU_REASON = "tiled algorithms on torch tensors: no kernel"
 
 
+class Setup(NamedTuple):
+    """How every pass of a call begins: what is computed, and where."""
+
+    program: CallProgram
+    call: CheckedCall
+    target: Target
+    launch: LaunchOptions = DEFAULT_LAUNCH
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec | CallProgram,
+        operands: Operands,
+        options: CallOptions,
+        launch: LaunchOptions = DEFAULT_LAUNCH,
+        *,
+        forward: bool = False,
+        alone: str = "",
+    ) -> Setup:
+        """Checks the operands, and chooses the backend and the architecture.
+
+        Args:
+            forward: whether nothing is differentiated.
+            alone: as in `CallProgram.refuse_backward`.
+
+        Raises:
+            InputError: an argument is wrong.
+            SpecError: the spec has no derivatives.
+            PlanError: the generation of the GPU is not supported.
+        """
+        program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+        if not forward:
+            program.refuse_backward(alone=alone)
+        call = check(program.signature, operands, options)
+        return cls(
+            program, call, program.target(options.backend, options.arch, operands.q.device), launch
+        )
+
+    @property
+    def kernels(self) -> CallProgram:
+        """The program of the kernels: calls whose dropout_p is 0 have those that drop nothing."""
+        return self.program if self.call.dropout_p > 0 else self.program.without_dropout()
+
+    def parts(
+        self, spec: AttentionSpec | CallProgram, which: str, tangents: tuple[str, ...] = ()
+    ) -> tuple[tuple[CallProgram, slice], ...]:
+        """Several calls that compute this one: for each, its program and columns of V.
+
+        Args:
+            spec: of the call as it was given, without splits.
+            which, tangents: as in `CallProgram.columns_of_launch`.
+
+        Returns:
+            () where one call computes all columns.
+        """
+        dim = self.call.head_dim_v
+        if self.target.backend == "tiled" or self.call.is_empty:
+            return ()
+        columns = self.kernels.columns_of_launch(self.target, self.launch, which, tangents)
+        if columns == dim:
+            return ()
+        dtype = self.program.signature.dtype
+        assert dtype is not None, "that of a call"
+        given = program_of(spec).of_dtype(getattr(torch, dtype))
+        places = places_of_columns(dim, columns)
+        return tuple((given.of_columns(at.stop - at.start), at) for at in places)
+
+
 class PreparedCall:
     """A checked call, with all choices that do not depend on the contents of tensors.
 
@@ -49,22 +117,12 @@ class PreparedCall:
     in_parts = False
     """Whether several calls compute some columns of V each; these are made in Python."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec | CallProgram,
-        call: CheckedCall,
-        target: Target,
-        launch: LaunchOptions,
-    ) -> None:
-        self.drops = call.dropout_p > 0
-        program = program_of(spec)
-        # Calls whose dropout_p is 0 have kernels that drop nothing.
-        self.program = program if self.drops else program.without_dropout()
+    def __init__(self, setup: Setup) -> None:
+        program, self.call, self.target, self.launch = setup
+        self.program = setup.kernels
         self.signature = program.signature
-        self.call = call
-        self.target = target
-        self.launch = launch
-        self._layout = static_layout(self.signature, call, target.device)
+        self.drops = self.call.dropout_p > 0
+        self._layout = static_layout(self.signature, self.call, self.target.device)
         self._kept_tiles: tuple[TileArguments, tuple[SequenceParts, ...]] | None = None
         self._check: ReadCheck | None = None
         self._reads_inside = False  # whether no later call can read outside of a tensor
@@ -75,6 +133,15 @@ class PreparedCall:
         """The spec of the program, which the tiled algorithms compute."""
         assert isinstance(self.program, SpecProgram), "other programs have no such target"
         return self.program.spec
+
+    def _read(self, operands: Operands) -> tuple[Operands, dict[str, Tensor]]:
+        """The operands as kernels read them, and the captured tensors by name, contents checked."""
+        q, k, v, captured, rng = operands
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        rng = rng.contiguous() if self.drops and rng is not None else None
+        by_name = self._named(captured, k) if captured or self._layout else {}
+        return Operands(q, k, v, (), rng), by_name
 
     def _named(self, captured: tuple[Tensor, ...], k: Tensor) -> dict[str, Tensor]:
         """The captured tensors and those of a static block layout by name, contents checked."""
@@ -214,39 +281,6 @@ class DerivativeOutcome(NamedTuple):
             )
             for run in launches
         ) or (ran,)
-
-
-def parts_of(
-    spec: AttentionSpec | CallProgram,
-    program: CallProgram,
-    checked: CheckedCall,
-    target: Target,
-    launch: LaunchOptions,
-    which: str,
-    tangents: tuple[str, ...] = (),
-) -> tuple[tuple[CallProgram, slice], ...]:
-    """Several calls that compute a checked call: for each, its program and columns of V.
-
-    Args:
-        spec: of the call as it was given, without splits.
-        program: that of the checked call.
-        which, tangents: as in `CallProgram.columns_of_launch`.
-
-    Returns:
-        () where one call computes all columns.
-    """
-    if target.backend == "tiled" or checked.is_empty:
-        return ()
-    kernels = program if checked.dropout_p > 0 else program.without_dropout()
-    columns = kernels.columns_of_launch(target, launch, which, tangents)
-    dim = checked.head_dim_v
-    if columns == dim:
-        return ()
-    dtype = program.signature.dtype
-    assert dtype is not None, "that of a call"
-    given = program_of(spec).of_dtype(getattr(torch, dtype))
-    places = places_of_columns(dim, columns)
-    return tuple((given.of_columns(at.stop - at.start), at) for at in places)
 
 
 def places_of(parts: Sequence[PreparedCall]) -> Iterator[slice]:

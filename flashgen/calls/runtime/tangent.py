@@ -6,7 +6,6 @@ starts from the results themselves, as the backward pass does.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,29 +14,26 @@ import torch
 
 from flashgen.calls import sinks
 from flashgen.calls.runtime import memory_layout
-from flashgen.calls.runtime.arguments.call import check
 from flashgen.calls.runtime.arguments.tensors import check_tangents
-from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.bind_arguments import bind, ranges_of
-from flashgen.calls.runtime.bound_kernel import BoundKernel
+from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun
 from flashgen.calls.runtime.chosen_keys import ChosenPass
 from flashgen.calls.runtime.kernel_arguments import named, pointers_of
 from flashgen.calls.runtime.memory_layout import empty_rows, in_memory_order_of
-from flashgen.calls.runtime.minmax_tables import KernelRun, MinMaxTables
+from flashgen.calls.runtime.minmax_tables import MinMaxTables
 from flashgen.calls.runtime.prepared_call import (
     CPU_REASON,
     EMPTY,
     DerivativeOutcome,
     PreparedCall,
-    parts_of,
+    Setup,
     places_of,
     without_autocast,
 )
-from flashgen.calls.runtime.programs import CallProgram, program_of
+from flashgen.calls.runtime.programs import CallProgram
 from flashgen.shared.call import (
     DEFAULT_LAUNCH,
     CallOptions,
-    CheckedCall,
     LaunchOptions,
     Operands,
     Tangents,
@@ -59,20 +55,13 @@ class PreparedTangent(PreparedCall):
         names: the names of the tensors that have a tangent, in the order of a kernel's plan.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec | CallProgram,
-        call: CheckedCall,
-        target: Target,
-        names: tuple[str, ...],
-        launch: LaunchOptions = DEFAULT_LAUNCH,
-    ) -> None:
-        super().__init__(spec, call, target, launch)
+    def __init__(self, setup: Setup, names: tuple[str, ...]) -> None:
+        super().__init__(setup)
         self.names = names
         self._moves = self.program.moves(names)
-        path = self.program.path_of_pass(target, "tangent", names)
+        path = self.program.path_of_pass(self.target, "tangent", names)
         self._open_arch, self._open_why = path.arch, path.why
-        self._bound: dict[tuple[Any, ...], tuple[BoundKernel, MinMaxTables | None, str]] = {}
+        self._bound: dict[tuple[Any, ...], tuple[BoundKernel, MinMaxTables, str]] = {}
 
     def run(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
@@ -82,14 +71,15 @@ class PreparedTangent(PreparedCall):
         Args:
             results: out and lse of the forward call.
         """
-        q, k, v, captured, rng = operands
         out, lse = results
         is_tiled = self.target.backend == "tiled"
         if self.call.is_empty or not (self._moves or is_tiled):
             reason = EMPTY if self.call.is_empty else SINK_ALONE
             return *self._of_sink(operands, results, tangents), DerivativeOutcome(self, reason)
+        operands, by_name = self._read(operands)
         if is_tiled:
-            return self._on_cpu(operands, results, tangents)
+            return self._on_cpu(operands, results, tangents, by_name)
+        q, k, v, _, rng = operands
         of_out = empty_rows(q, v.shape[3])
         of_lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.signature.packed:
@@ -98,8 +88,6 @@ class PreparedTangent(PreparedCall):
         read: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "o": out}
         read |= {f"{name}_tangent": getattr(scaled, name) for name in OPERANDS}
         copies = _readable(read)
-        rng = rng.contiguous() if self.drops and rng is not None else None
-        by_name = self._named(captured, k) if captured or self._layout else {}
         moved = self.signature.tangent_names
         given = zip(self.signature.learned, scaled.captured, strict=False)
         by_name |= {moved[x.name]: each for x, each in given if each is not None}
@@ -112,13 +100,9 @@ class PreparedTangent(PreparedCall):
             **pointers_of(by_name),
         }
         bound, tables, reason = self._bind(tensors, by_name)
-        done: list[KernelRun] = []
-        if tables is not None:
-            made, done = tables.run(self.target, by_name, self.launch)
-            tensors |= made
-        start = time.perf_counter()
-        counters = bound.run(self.target, tensors, self.launch)
-        done.append(KernelRun(bound.build, counters, time.perf_counter() - start))
+        made, done = tables.run(self.target, by_name, self.launch)
+        tensors |= made
+        done.append(bound.timed(self.target, tensors, self.launch))
         built, self._built = self._built, 0.0
         if factor is not None:
             of_out.mul_(factor)
@@ -144,13 +128,16 @@ class PreparedTangent(PreparedCall):
         return of_out.sub_(of_lse[..., None] * out), of_lse
 
     def _on_cpu(
-        self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
+        self,
+        operands: Operands,
+        results: tuple[Tensor, Tensor],
+        tangents: Tangents,
+        by_name: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, DerivativeOutcome]:
         from flashgen.calls import cpu
 
         start = time.perf_counter()
-        q, k, v, captured, rng = operands
-        by_name = self._named(captured, k) if captured or self._layout else {}
+        q, k, v, _, rng = operands
         with without_autocast():
             arguments = self._tile_arguments(by_name, rng, backward=True)
             of_out, of_lse = cpu.tangent(self.spec, q, k, v, results, tangents, arguments)
@@ -180,7 +167,7 @@ class PreparedTangent(PreparedCall):
 
     def _bind(
         self, tensors: dict[str, Tensor | None], captured: dict[str, Tensor]
-    ) -> tuple[BoundKernel, MinMaxTables | None, str]:
+    ) -> tuple[BoundKernel, MinMaxTables, str]:
         rows = {name: tensors[name] for name in (*OPERANDS, *(f"{x}_tangent" for x in OPERANDS))}
         present = {name: tensor for name, tensor in rows.items() if tensor is not None}
         arch, why = memory_layout.path_for(self._open_arch, self._open_why, **present)
@@ -200,9 +187,7 @@ class PreparedTangent(PreparedCall):
         if build.facts.path != arch and arch == self._open_arch:
             why = f"the kernel of tangents is of path {build.facts.path}"
         bound = bind(build, self.call, tensors, captured, packed=signature.packed)
-        tables = None
-        if captured:
-            tables = MinMaxTables(self.program, self.target.arch, captured, (bound,))
+        tables = MinMaxTables(self.program, self.target.arch, captured, (bound,))
         self._bound[key] = found = bound, tables, why
         return found
 
@@ -213,13 +198,12 @@ TangentCall = PreparedTangent | ChosenPass
 class TangentInParts(PreparedTangent):
     """A checked call whose launches compute the tangents of some columns of the output each."""
 
-    def __init__(self, *checked: Any, parts: Sequence[TangentCall]) -> None:
+    def __init__(self, setup: Setup, names: tuple[str, ...], parts: Sequence[TangentCall]) -> None:
         """
         Args:
-            checked: as for `PreparedTangent`.
             parts: the calls for some columns each, in order.
         """
-        super().__init__(*checked)
+        super().__init__(setup, names)
         self._parts = parts
 
     def run(
@@ -287,29 +271,15 @@ def prepare(
         SpecError: the spec has no derivatives.
         PlanError: the generation of the GPU is not supported.
     """
-    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
-    program.refuse_backward()
-    signature = program.signature
-    call = check(signature, operands, options)
+    setup = Setup.of(spec, operands, options, launch)
+    signature = setup.program.signature
     check_tangents(signature, operands, tangents)
-    target = program.target(options.backend, options.arch, operands.q.device)
     if signature.choice is not None:
-        again = functools.partial(prepare, launch=launch)
-        given: Any = {"operands": operands, "options": options, "prepare": again}
-        return ChosenPass(program, call, target, launch, **given)
+        return ChosenPass(setup, operands, options, prepare)
     names = names_of(signature, tangents)
-    checked = program, call, target, names, launch
-    if program.moves(names) and (
-        places := parts_of(spec, program, call, target, launch, "tangent", names)
-    ):
-        parts = [
-            prepare(
-                part,
-                *_of_columns(operands, results, tangents, at),
-                options,
-                launch,
-            )
-            for part, at in places
-        ]
-        return TangentInParts(*checked, parts=parts)
-    return PreparedTangent(*checked)
+    places = setup.parts(spec, "tangent", names) if setup.program.moves(names) else ()
+    parts = [
+        prepare(part, *_of_columns(operands, results, tangents, at), options, launch)
+        for part, at in places
+    ]
+    return TangentInParts(setup, names, parts) if parts else PreparedTangent(setup, names)
