@@ -79,7 +79,7 @@ def reaches(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def windows(build: Build) -> bool:
     """Whether the kernel for learned tensors has sums in shared memory."""
-    return build.plan.smem_windows > 0
+    return build.plan.smem["windows"] > 0
 
 
 @pytest.mark.slow

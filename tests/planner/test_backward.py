@@ -18,8 +18,8 @@ from tests.support.plan_problems import (
 
 SCHEMES = {"fused": ("delta", "fused", "convert_dq"), "split": ("delta", "dkdv", "dq")}
 # Tiles in shared memory, in order: each is a name, then rows and columns as in the kernels.
-KEYS = ("smem_k", "smem_v", "smem_q", "smem_do", "smem_rows", "smem_p", "smem_ds")
-QUERIES = ("smem_q", "smem_do", "smem_k", "smem_v")
+KEYS = ("k", "v", "q", "do", "rows", "p", "ds")
+QUERIES = ("q", "do", "k", "v")
 
 
 def tiles_of(plan):
@@ -28,13 +28,13 @@ def tiles_of(plan):
     q, k = plan.block_q * plan.head_dim * e, plan.block_k * plan.head_dim * e
     do, v = plan.block_q * plan.head_dim_v * e, plan.block_k * plan.head_dim_v * e
     if plan.kernel == "dq":
-        return {"smem_q": q, "smem_do": do, "smem_k": 2 * k, "smem_v": v}
-    found = {"smem_k": k, "smem_v": v, "smem_q": 2 * q, "smem_do": do}
-    found["smem_rows"] = 2 * 8 * plan.block_q
+        return {"q": q, "do": do, "k": 2 * k, "v": v}
+    found = {"k": k, "v": v, "q": 2 * q, "do": do}
+    found["rows"] = 2 * 8 * plan.block_q
     if plan.score_warps > 1:
-        found["smem_p"] = scores
+        found["p"] = scores
     if plan.score_warps > 1 or plan.kernel == "fused":
-        found["smem_ds"] = scores
+        found["ds"] = scores
     return found
 
 
@@ -92,9 +92,9 @@ def test_the_layout_is_the_tiles_one_after_the_other():
             end = 0
             for name in order:
                 if name not in sizes:
-                    assert getattr(each, name) == 0
+                    assert each.smem[name] == 0
                     continue
-                assert getattr(each, name) == end
+                assert each.smem[name] == end
                 assert end % 128 == 0, "the swizzle works on aligned groups"
                 end += sizes[name]
             assert each.smem_bytes == end

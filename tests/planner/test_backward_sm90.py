@@ -10,14 +10,14 @@ from flashgen.kernels.planner.models.panels_sm90 import panels_of_kernel
 from tests.support.plan_problems import backward_of, every_hopper_kernel
 
 KIB = 1024
-TILES = ("smem_q", "smem_k", "smem_v", "smem_do", "smem_p", "smem_ds")
+TILES = ("q", "k", "v", "do", "p", "ds")
 
 
 def test_tiles_begin_where_a_pattern_of_tma_does_and_end_within_a_block_s_memory():
     for each in every_hopper_kernel():
         assert each.smem_bytes <= 227 * KIB
         for name in TILES:
-            assert getattr(each, name) % KIB == 0, (each.kernel, name)
+            assert each.smem[name] % KIB == 0, (each.kernel, name)
         for width, panels in panels_of_kernel(
             each.kernel, each.head_dim, each.head_dim_v, each.column_warps
         ):

@@ -49,12 +49,14 @@ def test_the_layout_is_the_tiles_one_after_the_other():
     for each in every_plan(step=24):
         k_tile = each.block_k * each.head_dim * each.itemsize
         v_tile = each.block_k * each.head_dim_v * each.itemsize
-        assert each.smem_q == 0
-        assert each.smem_k >= each.block_q * each.head_dim * each.itemsize
-        assert each.smem_v == each.smem_k + k_tile
-        assert each.smem_bytes == each.smem_v + v_tile
+        assert each.smem["q"] == 0
+        assert each.smem["k"] >= each.block_q * each.head_dim * each.itemsize
+        assert each.smem["v"] == each.smem["k"] + k_tile
+        assert each.smem_bytes == each.smem["v"] + v_tile
         assert each.smem_bytes >= each.block_q * each.head_dim_v * each.itemsize
-        assert each.smem_k % 128 == each.smem_v % 128 == 0, "the swizzle works on aligned groups"
+        assert each.smem["k"] % 128 == each.smem["v"] % 128 == 0, (
+            "the swizzle works on aligned groups"
+        )
 
 
 def kernels_of(head_dim, dtype, deterministic=None):

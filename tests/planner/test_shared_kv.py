@@ -30,7 +30,7 @@ def spec_of(dims: Dims, shared_kv: bool = True, dtype: str = "bfloat16") -> fg.A
 def test_every_architecture_has_a_tile(dims: Dims, arch: str) -> None:
     plan = fg.plan(spec_of(dims), arch)
     assert plan.one_tensor
-    assert plan.smem_v == 0
+    assert plan.smem["v"] == 0
     regions = {region.title: region.size for region in smem_map(plan)}
     exchanges = dims[1] == 512 and not plan.code_path.copies_by_tma
     assert plan.exchanges == exchanges

@@ -10,14 +10,14 @@ from flashgen.tools.views.values import smem_map
 from tests.support.profiles import loaded
 
 OFFSETS = {
-    "Q": "smem_q",
-    "K": "smem_k",
-    "V": "smem_v",
-    "dO": "smem_do",
-    "P": "smem_p",
-    "dS": "smem_ds",
-    "LSE and delta": "smem_rows",
-    "sums of learned elements": "smem_windows",
+    "Q": "q",
+    "K": "k",
+    "V": "v",
+    "dO": "do",
+    "P": "p",
+    "dS": "ds",
+    "LSE and delta": "rows",
+    "sums of learned elements": "windows",
 }
 
 
@@ -30,7 +30,7 @@ def check(plan: Plan) -> None:
         end += region.size
         field = OFFSETS.get(region.title.split(" (")[0])
         if field is not None:
-            assert getattr(plan, field) == region.offset, (plan.kernel, region)
+            assert plan.smem[field] == region.offset, (plan.kernel, region)
     assert end == plan.smem_bytes
     assert "other" not in {region.title for region in regions}
 

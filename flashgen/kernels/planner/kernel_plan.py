@@ -39,6 +39,32 @@ from flashgen.shared.signature import GradientTerm
 from flashgen.spec.language.block_layout import BlockSparse
 
 
+@dataclass(frozen=True)
+class SmemMap:
+    """The map of a block's dynamic shared memory.
+
+    Attributes:
+        parts: the bytes of each part in their order, by the names of the model's formulas:
+            "smem_q", "smem_k", "smem_v", "smem_do" of the tiles, in "tangent" "smem_q_tangent" and
+            others of their tangents; "smem_rows" of (LSE, delta) per query row, "smem_p" and
+            "smem_ds" of P and dS, [block_k, block_q]. In a "forward" that `exchanges`, these are a
+            number per query row and warp, and P, [block_q, block_k]. "smem_ring" is the ring of
+            panels, where tiles come panel by panel, and "smem_windows" the sums of learned elements
+            that warps add. Other names are those of what is found without an offset.
+    """
+
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def __getitem__(self, name: str) -> int:
+        """The byte offset of the part "smem_" + name; 0 where the kernel has no such part."""
+        end = 0
+        for part, size in self.parts:
+            if size and part == f"smem_{name}":
+                return end
+            end += size
+        return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(LaunchRules):
     """Tiles, warps and shared-memory layout of one kernel, with their derivation.
@@ -82,16 +108,7 @@ class Plan(LaunchRules):
             one. Backward kernels of path "sm_80" have a fixed number: two for the operand that a
             step uses first and last (Q; in "dq" K), else one.
         access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
-        smem_q, smem_k, smem_v: byte offsets of the tiles in dynamic shared memory.
-        smem_q_tangent, smem_k_tangent, smem_v_tangent: those of their tangents, in "tangent".
-        smem_do, smem_rows, smem_p, smem_ds: byte offsets of dO, of (LSE, delta) per query row, and
-            of P and dS, [block_k, block_q]; 0 where the kernel has no such tile. In a "forward"
-            that `exchanges`, of a number per query row and warp, and of P, [block_q, block_k].
-        smem_ring: byte offset of the ring of panels, where tiles come panel by panel; else 0.
-        smem_windows: byte offset of the sums of learned elements that warps add in shared memory; 0
-            without them.
-        smem_parts: the bytes of each part of dynamic shared memory, in their order, by the names of
-            the offsets where they have one; () for kernels without tiles of scores.
+        smem: the map of dynamic shared memory; empty for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
         box_k: keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells
             the consumers of which ones a tile consists. 0 where every warp finds the tiles.
@@ -129,9 +146,6 @@ class Plan(LaunchRules):
 
     policy: str
     stages: int = 1
-    smem_q: int = 0
-    smem_k: int = 0
-    smem_v: int = 0
     registers: int
     registers_needed: int
     cost: float
@@ -141,16 +155,7 @@ class Plan(LaunchRules):
     quantities: Quantities = field(repr=False, compare=False)
     column_warps: int = 1
     score_warps: int = 1
-    smem_q_tangent: int = 0
-    smem_k_tangent: int = 0
-    smem_v_tangent: int = 0
-    smem_do: int = 0
-    smem_rows: int = 0
-    smem_p: int = 0
-    smem_ds: int = 0
-    smem_ring: int = 0
-    smem_windows: int = 0
-    smem_parts: tuple[tuple[str, int], ...] = field(repr=False, default=())
+    smem: SmemMap = SmemMap()
     sink_bytes: int = 0
     has_rows: bool = True
     partial: bool = False

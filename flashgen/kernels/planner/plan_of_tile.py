@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from flashgen.kernels.planner.derivation import DerivationLine, Refusal, line_of
-from flashgen.kernels.planner.kernel_plan import Plan
+from flashgen.kernels.planner.kernel_plan import Plan, SmemMap
 from flashgen.kernels.planner.models.fitted_sm90 import CLUSTER_GAIN
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, SMEM_OF_SM
@@ -54,13 +53,7 @@ def plan_of_tile(
     reads_sink = problem.kernel in ("forward", "tangent") and not merged
     sink = spec.sink if reads_sink else None
     parts = {part.name: int(part(at)) for part in found.model.parts}
-    offsets: dict[str, Any] = {}
-    end = 0
-    for name, size in parts.items():
-        if size and name.startswith("smem"):
-            offsets[name] = end
-        end += size
-    assert end == at["smem"], "the parts are those that the model counts"
+    assert sum(parts.values()) == at["smem"], "the parts are those that the model counts"
     return Plan(
         kernel=problem.kernel,
         arch=problem.arch.name,
@@ -78,9 +71,8 @@ def plan_of_tile(
         cluster=tile.cluster,
         stages=int(at["stages"]),
         access_bytes=int(at["access"]),
-        **offsets,
-        smem_parts=tuple(parts.items()),
-        smem_bytes=end,
+        smem=SmemMap(tuple(parts.items())),
+        smem_bytes=int(at["smem"]),
         sink_bytes=ITEMSIZE[sink.dtype] if sink is not None else 0,
         has_rows=spec.sums_weights,
         heads_per_tile=problem.heads_per_tile,

@@ -98,7 +98,7 @@ def smem_map(plan: Plan) -> tuple[SmemRegion, ...]:
     found, end = [], 0
     gradient = CONVERT_KERNELS.get(plan.kernel)
     only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
-    for name, size in plan.smem_parts or ((only, plan.smem_bytes),):
+    for name, size in plan.smem.parts or ((only, plan.smem_bytes),):
         title = _TITLES.get(name, name)
         if plan.one_tensor and name == "smem_k":
             title = "K and V"
