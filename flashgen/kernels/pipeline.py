@@ -51,6 +51,7 @@ __all__ = [
     "build_merge",
     "build_minmax_tables",
     "build_tangent",
+    "built",
     "emit",
     "plan_backward_of_call",
 ]
@@ -213,8 +214,6 @@ def build(
     access_bytes: int | None = None,
     tile: Tile | None = None,
     heads_per_tile: int = 1,
-    few_rows: int = 0,
-    unpaired: bool = False,
     ranges: CallRanges | None = None,
 ) -> Build:
     """Emits the forward kernel of ``spec`` and compiles it by NVRTC, without a GPU.
@@ -231,7 +230,6 @@ def build(
         access_bytes: 16, or the operand size in bytes.
         tile: tile of the kernel, instead of the policy's.
         heads_per_tile: number of query heads that share one tile.
-        few_rows: as in `flashgen.plan`.
         ranges: the sizes, offsets and scalars of a call, which may need integers of 64 bits; None
             for a call whose values are within int32.
 
@@ -244,14 +242,18 @@ def build(
         RenderError: a template and the plan disagree.
         CompileError: NVRTC is missing or rejects the source.
     """
-    request = PlanRequest(
-        *(spec, arch, sram, policy, access_bytes),
-        tile=tile,
-        heads_per_tile=heads_per_tile,
-        few_rows=few_rows,
-        unpaired=unpaired,
-    )
-    return _build(request, _needs_wide(request, ranges))[0]
+    request = PlanRequest(spec, arch, sram, policy, access_bytes, 0, tile, heads_per_tile)
+    return built(request, ranges)[0]
+
+
+@called_by_users()
+def built(request: Request, ranges: CallRanges | None = None) -> tuple[Build, ...]:
+    """The compiled kernels of a request, in the order of their launches; ``ranges`` as in `build`.
+
+    Raises:
+        PlanError, RenderError, CompileError: as `build`.
+    """
+    return _build(request, _needs_wide(request, ranges))
 
 
 def _needs_wide(request: Request, ranges: CallRanges | None) -> bool:
@@ -352,30 +354,21 @@ def build_backward(
     ranges: CallRanges | None = None,
     sizes: Sizes | None = None,
     memory: GpuMemory | None = None,
-    alone: str = "",
-    few_rows: int = 0,
 ) -> tuple[Build, ...]:
     """The backward kernels of ``spec``, compiled, in the order of their launches.
 
     As in ``build``, the plan is made again with spare registers where the compiler spills.
 
     Args: those of ``emit``; ``ranges`` as for ``build``. ``sizes`` are those of a call, whose
-    groups of query heads may be divided; ``memory`` as for ``divides_groups``. With ``alone``
-    "queries", only the gradient of q is computed: the keys may be in the pages of a cache; with
-    "keys", those of k and v. Sequences may then have ``few_rows``, for which the tile is planned.
+    groups of query heads may be divided; ``memory`` as for ``divides_groups``.
 
     Raises:
         PlanError, RenderError, CompileError: as ``build``.
     """
-    request = BackwardPlanRequest(
-        *(spec, arch, sram, deterministic),
-        tiles=_pairs(tiles),
-        alone=alone,
-        few_rows=few_rows,
-    )
-    if sizes is not None and not alone:
+    request = BackwardPlanRequest(spec, arch, sram, deterministic, tiles=_pairs(tiles))
+    if sizes is not None:
         request = replace(request, in_parts=divides_groups(request, sizes, memory))
-    return _build(request, _needs_wide(request, ranges))
+    return built(request, ranges)
 
 
 def build_tangent(
@@ -400,7 +393,7 @@ def build_tangent(
     """
     names = tangents or tangents_of(spec)
     request = TangentPlanRequest(spec, arch, names, sram, tile=tile)
-    return _build(request, _needs_wide(request, ranges))[0]
+    return built(request, ranges)[0]
 
 
 def plan_backward_of_call(

@@ -10,7 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen.calls.ops import ForwardRun, run_forward
-from flashgen.kernels.pipeline import build
+from flashgen.kernels.pipeline import built
 from flashgen.kernels.planner import api, few_rows_of, plan
 from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.shared.call import LaunchOptions
@@ -61,7 +61,7 @@ def test_tiles_of_16_to_64_rows_have_the_keys_of_the_wide_one(head_dim: int, dty
 @pytest.mark.parametrize("head_dim", [8, 16])
 def test_small_heads_have_tiles_whose_products_the_launch_has_registers_for(head_dim: int) -> None:
     spec = split(CAUSAL.replace(head_dim=head_dim, head_dim_v=head_dim))
-    assert build(spec, "sm_90a", few_rows=64).binary.resources.clean
+    assert built(PlanRequest(spec, "sm_90a", few_rows=64))[0].binary.resources.clean
 
 
 def test_exponentials_are_divided_as_in_the_wide_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +164,4 @@ def test_a_planted_bug_is_caught(old: str, new: str, kind: str) -> None:
 def test_tiles_of_few_rows_spill_little(path: Path, arch: str, rows: int, head_dim: int) -> None:
     spec = fg.load(path).replace(head_dim=head_dim, head_dim_v=head_dim)
     if not spec.packed:
-        check_few_spills(build(split(spec), arch, few_rows=rows))
+        check_few_spills(built(PlanRequest(split(spec), arch, few_rows=rows))[0])

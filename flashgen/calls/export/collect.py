@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flashgen.calls.exported.manifest import (
     KERNELS,
@@ -27,8 +26,9 @@ from flashgen.calls.runtime.programs import SpecProgram, Variant
 from flashgen.kernels.built_kernel import Build
 from flashgen.kernels.codegen import beyond_int32
 from flashgen.kernels.codegen.text import printable
-from flashgen.kernels.pipeline import build, build_backward, build_merge, build_minmax_tables
+from flashgen.kernels.pipeline import build_backward, build_merge, build_minmax_tables, built
 from flashgen.kernels.planner.duration import decoding_tile
+from flashgen.kernels.planner.requests import PlanRequest
 from flashgen.kernels.planner.schedule import counts_of_few_rows, why_walks_differ
 from flashgen.kernels.planner.split_keys import compares_positions
 from flashgen.shared.arch import facts, portable
@@ -299,13 +299,12 @@ class Collection:
         ranges = widest(signature_of(spec))
         archs = _with_fallbacks(self.request.archs)
         for arch, (access, heads) in itertools.product(archs, dict.fromkeys(forms)):
-            options: dict[str, Any] = {"access_bytes": access, "heads_per_tile": heads}
+            request = PlanRequest(spec, arch, access_bytes=access, heads_per_tile=heads)
             with _unless_needed(arch in whole and access == 16):
-                few = self._few_rows(spec, build(spec, arch, **options)) if access == 16 else ()
+                few = self._few_rows(spec, built(request)[0]) if access == 16 else ()
                 for rows in (0, *few):
-                    options["few_rows"] = rows
-                    narrow = build(spec, arch, **options)
-                    wide = build(spec, arch, **options, ranges=ranges)
+                    asked = replace(request, few_rows=rows)
+                    (narrow,), (wide,) = built(asked), built(asked, ranges)
                     builds.append(narrow)
                     for is_wide, made in ((False, narrow), (True, wide)):
                         if made is narrow and is_wide:

@@ -179,26 +179,8 @@ def register(operator: Operator) -> None:
     operator.kernels = kernel, kernel_backward
     operator.differentiate = functools.partial(differentiate_native, operator)
 
-    def rule(called: Any, results: int) -> Any:
-        """The rule of torch.vmap; results: the arguments for results and their gradients."""
-
-        def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
-            operands, count = 3 + results, len(operator.floats)
-
-            def call(*given: Any) -> Any:
-                own, rest = given[operands : operands + 3], given[operands + 3 :]
-                floats, captured = rest[:count], rest[count:]
-                more = given[3:operands]
-                return called(*given[:3], *captured, *floats, *more, *own, **by_name)
-
-            dims, given = (_sorted(operator, each, results) for each in (in_dims, tensors))
-            learns = called is overload_backward and any(_needed(operator, by_name))
-            return map_call(signature, call, info.batch_size, dims, given, operands, learns)
-
-        return batched
-
-    torch.library.register_vmap(overload, rule(overload, 0), lib=_library)
-    torch.library.register_vmap(overload_backward, rule(overload_backward, 4), lib=_library)
+    _map_over(operator, overload, 0)
+    _map_over(operator, overload_backward, 4, gives_gradients=True)
     operator.overload, operator.overload_backward = overload, overload_backward
     _register_tangents(operator)
     tangents = operator.overload_tangent, operator.overload_backward_tangent
@@ -265,44 +247,61 @@ def _register_tangents(operator: Operator) -> None:
         learned = operator.of_learned(operands.captured)
         return *fake(*tensors, **by_name), *rows, *(x.new_empty(x.shape) for x in learned)
 
-    def rule(overload: Any, learns: bool) -> Any:
-        """The rule of torch.vmap."""
-
-        def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
-            def flat(arguments: Any) -> tuple[Any, ...]:
-                q, k, v, ways, results, rng, *rest = _sorted(operator, arguments, 2)
-                ways = (None,) * (3 + len(operator.learned)) if ways is None else ways
-                results = (None,) * count if results is None else results
-                return (q, k, v, *ways[:3], *results, rng, *rest, *ways[3:])
-
-            count = 2 if overload is operator.overload_tangent else 8
-
-            def call(*given: Any) -> Any:
-                q, k, v, *rows = given[: 6 + count]
-                ways, results = rows[:3], rows[3:]
-                own, rest = given[6 + count : 9 + count], given[9 + count :]
-                floats, rest = rest[: len(operator.floats)], rest[len(operator.floats) :]
-                captured, learned = rest[: len(operator.tensors)], rest[len(operator.tensors) :]
-                lists = [*ways, *learned], list(results)
-                return overload(q, k, v, *captured, *floats, *lists, *own, **by_name)
-
-            dims, given = (flat(each) for each in (in_dims, tensors))
-            size, mapped = info.batch_size, 2 if count == 2 else 5
-            return map_call(signature, call, size, dims, given, 6 + count, learns, mapped)
-
-        return batched
-
     operators = (
-        ("tangent", kernel, autograd_by(push_plain), fake, False),
-        (
-            *("backward_tangent", kernel_backward, autograd_by(push_gradients_plain)),
-            *(fake_backward, bool(operator.learned)),
-        ),
+        ("tangent", kernel, autograd_by(push_plain), fake, 2),
+        ("backward_tangent", kernel_backward, autograd_by(push_gradients_plain), fake_backward, 8),
     )
-    for suffix, compute, autograd, meta, learns in operators:
+    for suffix, compute, autograd, meta, results in operators:
         overload = _implement(f"{operator.name}_{suffix}", compute, autograd, meta)
         setattr(operator, f"overload_{suffix}", overload)
-        torch.library.register_vmap(overload, rule(overload, learns), lib=_library)
+        _map_over(operator, overload, results, in_lists=True, gives_gradients=results > 2)
+
+
+def _map_over(
+    operator: Operator,
+    overload: Any,
+    results: int,
+    *,
+    in_lists: bool = False,
+    gives_gradients: bool = False,
+) -> None:
+    """Registers the rule of torch.vmap of one of the operators of a spec.
+
+    Args:
+        results: of the forward call, with their gradients and the tangents of these.
+        in_lists: whether these, and the tangents of the operands before them, are two lists.
+        gives_gradients: whether the operator returns gradients or their tangents.
+    """
+    count, tensors_end = len(operator.floats), len(operator.floats) + len(operator.tensors)
+    operands = 3 + 3 * in_lists + results
+    # Results with batch entries: those of the forward call, then those of q, k and v.
+    mapped = 2 + 3 * gives_gradients if in_lists else 3
+
+    def flat(arguments: Any) -> tuple[Any, ...]:
+        found = _sorted(operator, arguments, 2 if in_lists else results)
+        if not in_lists:
+            return found
+        q, k, v, ways, others, *rest = found
+        ways = (None,) * (3 + len(operator.learned)) if ways is None else ways
+        others = (None,) * results if others is None else others
+        return (q, k, v, *ways[:3], *others, *rest, *ways[3:])
+
+    def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
+        def call(*given: Any) -> Any:
+            rows: Any = given[3:operands]
+            own, rest = given[operands : operands + 3], given[operands + 3 :]
+            floats, captured = rest[:count], rest[count:tensors_end]
+            if in_lists:
+                rows = [*rows[:3], *rest[tensors_end:]], list(rows[3:])
+            return overload(*given[:3], *captured, *floats, *rows, *own, **by_name)
+
+        learns = gives_gradients and any(_needed(operator, by_name))
+        dims, given = flat(in_dims), flat(tensors)
+        return map_call(
+            operator.signature, call, info.batch_size, dims, given, operands, learns, mapped
+        )
+
+    torch.library.register_vmap(overload, batched, lib=_library)
 
 
 @runs_while_traced

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -366,21 +367,18 @@ class SpecProgram(CallProgram):
         return remembered(self._of_others, arch, which, call, index)
 
     def forward(self, request: ForwardRequest) -> tuple[LaunchableKernel, str]:
-        from flashgen.kernels.pipeline import build
-        from flashgen.kernels.planner import plan
+        from flashgen.kernels.pipeline import built
+        from flashgen.kernels.planner import PlanRequest, plan_forward
 
-        arch, launch = request.arch, request.launch
-        options: dict[str, Any] = {
-            "sram": launch.sram,
-            "tile": launch.tiles.get("forward"),
-            "access_bytes": request.access_bytes,
-        }
-        one_head = plan(self.spec, arch, **options)
-        heads = heads_of_call(self.spec, one_head, request.call, request.captured)
-        options |= {"heads_per_tile": heads.heads, "ranges": request.ranges}
-        if "forward" not in launch.tiles:
-            options |= {"few_rows": heads.few_rows, "unpaired": heads.unpaired}
-        return build(self.spec, arch, **options), heads.reason
+        launch, tile = request.launch, request.launch.tiles.get("forward")
+        asked = PlanRequest(
+            self.spec, request.arch, launch.sram, access_bytes=request.access_bytes, tile=tile
+        )
+        heads = heads_of_call(self.spec, plan_forward(asked), request.call, request.captured)
+        asked = replace(asked, heads_per_tile=heads.heads)
+        if tile is None:
+            asked = replace(asked, few_rows=heads.few_rows, unpaired=heads.unpaired)
+        return built(asked, request.ranges)[0], heads.reason
 
     def backward(
         self,
@@ -407,18 +405,15 @@ class SpecProgram(CallProgram):
     def alone(
         self, which: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
-        from flashgen.kernels.pipeline import build_backward
+        from flashgen.kernels.pipeline import built
+        from flashgen.kernels.planner import BackwardPlanRequest
 
         rows = 1 << max(seq_q - 1, 0).bit_length()  # a power of two, so that kernels are few
-        return build_backward(
-            self._of_others,
-            arch,
-            sram=launch.sram,
-            tiles=launch.tiles,
-            ranges=ranges,
-            alone=which,
-            few_rows=rows if rows < MANY_ROWS else 0,
+        few, tiles = rows if rows < MANY_ROWS else 0, tuple(sorted(launch.tiles.items()))
+        asked = BackwardPlanRequest(
+            self._of_others, arch, launch.sram, tiles=tiles, alone=which, few_rows=few
         )
+        return built(asked, ranges)
 
     def tangent(
         self, arch: str, names: tuple[str, ...], launch: LaunchOptions, ranges: CallRanges

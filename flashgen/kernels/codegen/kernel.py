@@ -102,7 +102,9 @@ def kernel(
     if packed and code is None:
         tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
     offsets = spec.offsets if code else ()
-    split = spec.split and plan.kernel == "forward"
+    forward = plan.kernel == "forward"
+    has_sums = spec.sums_weights and not spec.takes_maxima
+    split = spec.split and forward
     paged = spec.paged and plan.kernel in PAGED_KERNELS
     by_entry = bool(offsets) or paged
     own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
@@ -119,7 +121,6 @@ def kernel(
         readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     printed = code.printed if code else ()
-    forward = plan.kernel == "forward"
     shares_rows = forward and plan.column_warps > 1
     wide = forward and is_wide(spec)
     return rendered(
@@ -144,10 +145,9 @@ def kernel(
         draws=spec.draws,
         softmax=spec.is_softmax,
         sums_weights=spec.sums_weights,
+        sums=has_sums,  # of the weights of a row
         # The weighted sums over some of a row's keys are divided when they have been merged.
-        divides=spec.sums_weights
-        and not spec.takes_maxima
-        and not (spec.adds_parts and plan.kernel == "forward"),
+        divides=has_sums and not (spec.adds_parts and forward),
         takes_maxima=spec.takes_maxima,
         rounds_sums=spec.rounds_sums and plan.dtype != "float32",
         counted_head=functools.partial(_counted_head, plan),
@@ -156,11 +156,10 @@ def kernel(
         packed=packed,
         offsets=[tensor.name for tensor in offsets],
         split=split,
-        folds=split and spec.folds,
-        runs=split and spec.runs,
-        joins=split and (spec.folds or spec.runs),
+        folds=plan.folds,
+        runs=plan.runs,
+        joins=plan.joins,
         splits_of_group=SPLITS_OF_GROUP,
-        divides_all=spec.sums_weights and not spec.takes_maxima,
         paged=paged,
         codes=codes,
         code_tiles=codes is not None and plan.tiles_hold_codes,
@@ -174,7 +173,7 @@ def kernel(
         makes_q_again=shares_rows or wide,
         two_shares=shares_rows and not plan.one_tensor,
         two_parts=shares_rows and plan.one_tensor,
-        single_v=plan.kernel == "forward" and plan.stages_v < plan.stages,
+        single_v=forward and plan.stages_v < plan.stages,
         row_warpgroups="1" if shares_rows else "CONSUMERS",
         o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",
         row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",

@@ -118,7 +118,12 @@ def _by_part(value: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
 
 
 def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
-    """The product of two derivatives; 0 where a choice ignores the part, whatever the other is."""
+    """The product of two derivatives; 0 where a choice ignores the part, whatever the other is.
+
+    `sympy_functions` has the rule of an expression that is no program of parts. Here values are
+    compared: the choices are behind the names of parts, and any slope may be infinite where a
+    choice ignores it, because it overflows.
+    """
     chosen = contains(outer, *_CHOICES) or contains(inner, *_CHOICES)
     if outer.is_number or inner.is_number or not chosen:
         return outer * inner
