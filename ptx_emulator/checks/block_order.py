@@ -9,6 +9,7 @@ after it, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,12 @@ from ptx_emulator.state.wave import Wave
 
 # A stamp: block + 1 in bits 32 to 59, clock, atomic flag and warp as in clocks.
 BLOCK_SHIFT = 32
+_KEPT_POLLS = 16  # of each warp
 LOW = (1 << 32) - 1
 
 ClocksByBlock = dict[int, Array]
-"""Per block, the clocks of its warps up to which accesses are ordered."""
+"""Per block b, the clocks of its warps up to which accesses are ordered; with the key ~b those up
+to which writes are visible to the asynchronous proxy."""
 
 
 class _Acquired(NamedTuple):
@@ -39,41 +42,104 @@ class BlockOrder:
     def __init__(self, machine: Wave) -> None:
         self.machine = machine
         self.tracks_fences = machine.program.accesses.synchronises
-        # By block and warp: at its last fence, and what its polls saw released since.
+        # By block and warp: at its last fence, and what it has polled up to each clock, by loads or
+        # atomics.
         self._fenced: dict[tuple[int, int], ClocksByBlock] = {}
-        self._polled: dict[tuple[int, int], ClocksByBlock] = {}
+        self._polled: dict[int, dict[tuple[int, bool], list[tuple[int, ClocksByBlock]]]] = {}
         self._released: dict[int, ClocksByBlock] = {}  # by address: what an acquire obtains
         self._learnt: dict[int, list[_Acquired]] = {}  # by block
 
-    def fence(self, rows: Array) -> None:
-        """A fence of device scope: the next atomic of each warp releases its current clocks."""
+    def fence(self, rows: Array, sequential: bool = False) -> None:
+        """A fence of device scope: the next atomic of each warp releases its current clocks.
+
+        It acquires what its warp has polled, and a ``sequential`` one what those before it have.
+        """
         m = self.machine
         for row in rows.tolist():
             slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
             block = int(m.cluster_ids[slot])
-            offered = self._polled.pop((block, warp), {})
-            if offered.keys() - {block}:
+            offered: ClocksByBlock = {}
+            for other, known in self._polls(row):
+                if sequential or other == warp:
+                    _join(offered, known)
+            if offered.keys() - {block, ~block}:
                 self._acquire(block, warp, int(self.machine.clocks.clock[row]), offered)
             seen = self.machine.clocks.seen[slot, warp, : m.cluster_warps]
-            self._fenced[block, warp] = self._known(block, seen)
+            self._fenced[block, warp] = self._known(row, seen)
 
-    def _known(self, block: int, seen: Array) -> ClocksByBlock:
-        """What the clocks (warps,) of a block include, with what they have learnt of others."""
+    def _polls(
+        self, row: int, atomics: tuple[bool, ...] = (False, True)
+    ) -> Iterator[tuple[int, ClocksByBlock]]:
+        """The warps that a warp is ordered after, and what they have polled by then."""
+        m = self.machine
+        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+        polls_of = self._polled.get(int(m.cluster_ids[slot]), {})
+        for (other, atomic), polls in polls_of.items():
+            until = m.clocks.seen[slot, warp, other]
+            for _, known in [p for p in polls if p[0] <= until and atomic in atomics][-1:]:
+                yield other, known
+
+    def awaits_fence(self, row: int, stamp: int) -> bool:
+        """Whether a warp only lacks the fence after an atomic to come after an access."""
+        m = self.machine
+        agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
+        other = block_of(stamp) - 1
+        if other == int(m.cluster_ids[int(m.row_cluster[row])]):
+            return any(known[agent] >= clock for known in m.clocks.polled(row, (True,)))
+        polls = (known.get(other) for _, known in self._polls(row, (True,)))
+        return any(known is not None and known[agent] >= clock for known in polls)
+
+    def _note_poll(self, row: int, atomic: bool, offered: ClocksByBlock) -> None:
+        m = self.machine
+        block = int(m.cluster_ids[int(m.row_cluster[row])])
+        of_block = self._polled.setdefault(block, {})
+        polls = of_block.setdefault((int(m.row_member[row]), atomic), [])
+        clock, known = int(m.clocks.clock[row]), {b: v.copy() for b, v in offered.items()}
+        if polls:
+            _join(known, polls[-1][1])
+            if polls[-1][0] == clock:
+                polls.pop()
+        polls.append((clock, known))
+        del polls[:-_KEPT_POLLS]
+
+    def fence_proxy(self, rows: Array) -> None:
+        """A proxy fence for global memory: what each warp has learnt of other blocks is visible."""
+        m = self.machine
+        for row in rows.tolist() if self._learnt else ():
+            slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+            block = int(m.cluster_ids[slot])
+            known = self._known(row, m.clocks.seen[slot, warp, : m.cluster_warps])
+            others = {~other: clocks for other, clocks in known.items() if other >= 0}
+            if others.keys() - {~block}:
+                self._acquire(block, warp, int(m.clocks.clock[row]), others)
+
+    def _known(self, row: int, seen: Array) -> ClocksByBlock:
+        """What the clocks (warps,) of the block of a warp, or earlier ones, include, with what they
+        have learnt of others.
+        """
+        m = self.machine
+        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+        block = int(m.cluster_ids[slot])
         known: ClocksByBlock = {block: seen.copy()}
+        visible = m.clocks.proxied(slot, warp)
+        if visible is not None:
+            known[~block] = np.minimum(visible, seen)
         for entry in self._learnt.get(block, ()):
             if seen[entry.warp] >= entry.clock:
                 _join(known, entry.known)
         return known
 
-    def has_ordered(self, row: int, stamp: int) -> bool:
-        """Whether fences and atomics order an access of another block before a warp."""
+    def has_ordered(self, row: int, stamp: int, proxied: bool = False) -> bool:
+        """Whether fences and atomics order an access of another block before a warp; ``proxied``:
+        before its asynchronous accesses, by a proxy fence.
+        """
         m = self.machine
         slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
         other = block_of(stamp) - 1
         agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
         seen = self.machine.clocks.seen[slot, warp]
         for entry in self._learnt.get(int(m.cluster_ids[slot]), ()):
-            known = entry.known.get(other)
+            known = entry.known.get(~other if proxied else other)
             if known is not None and known[agent] >= clock and seen[entry.warp] >= entry.clock:
                 return True
         return False
@@ -87,12 +153,16 @@ class BlockOrder:
             return
         m, clocks = self.machine, self.machine.clocks
         narrow = pc in m.program.accesses.narrow
-        if pc in m.program.accesses.releases:
-            if not narrow:
-                self.fence(np.unique(rows))
-            clocks.fence(np.unique(rows))
-        poll = pc in m.program.acquired_by_fences
-        clocks.synchronise(rows, -1 - flat, poll)
+        releases = pc in m.program.accesses.releases
+        given = self._fenced
+        if releases:
+            given = {}
+            for row in np.unique(rows).tolist():
+                slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+                seen = clocks.seen[slot, warp, : m.cluster_warps]
+                given[int(m.cluster_ids[slot]), warp] = self._known(row, seen)
+        poll, atomic = pc in m.acquired_by_fences, m.program.code[pc].op == "atom"
+        clocks.synchronise(rows, -1 - flat, poll, atomic, releases)
         if narrow:
             return
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
@@ -100,14 +170,14 @@ class BlockOrder:
             block = int(m.cluster_ids[slot])
             offered = self._released.setdefault(address, {})
             if poll:
-                _join(self._polled.setdefault((block, warp), {}), offered)
-            elif offered.keys() - {block}:
+                self._note_poll(row, atomic, offered)
+            elif offered.keys() - {block, ~block}:
                 self._acquire(block, warp, int(clocks.clock[row]), offered)
-            if (block, warp) in self._fenced:
-                _join(offered, self._fenced[block, warp])
+            if (block, warp) in given:
+                _join(offered, given[block, warp])
             others = clocks.before_sequential(row, True)
             if others is not None and others.any():
-                _join(offered, self._known(block, others))
+                _join(offered, self._known(row, others))
 
     def _acquire(self, block: int, warp: int, clock: int, offered: ClocksByBlock) -> None:
         entries = self._learnt.setdefault(block, [])

@@ -15,13 +15,17 @@ A fence.sc (membar, __threadfence) holds for all threads that are ordered after 
 own: were a later fence.sc of a reader before it in the order of these fences, then the write of the
 flag would come after its own reader. Each scope of such fences has ``warps`` further columns, the
 newest clocks before one of them that w is ordered after. So has fence.mbarrier_init, if a barrier
-may order initialisations of mbarriers and nothing else (barrier.cluster.arrive.relaxed).
+may order initialisations of mbarriers and nothing else (barrier.cluster.arrive.relaxed), and
+fence.proxy.async for global memory: most such fences are restricted to shared memory.
 
 The lanes of a warp share its clock; ``synced`` holds the clock from which on accesses of different
 lanes are not ordered, see `shadow`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +34,11 @@ from ptx_emulator.state.memory import Array
 CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
 ATOMIC = 1 << 9
 WARP = ATOMIC - 1
+_KEPT_POLLS = 64  # of each warp
 _NO_OTHERS = (1 << 21) - 1  # higher than clocks become
 NAMED_BARRIERS = 16  # of a block
-_BLOCK, _DEVICE, _INITIALISED = range(3)  # fences with columns: .sc of two scopes, .mbarrier_init
+# Fences with columns: .sc of two scopes, .mbarrier_init, .proxy.async for global memory.
+_BLOCK, _DEVICE, _INITIALISED, _PROXIED = range(4)
 
 
 class Clocks:
@@ -57,7 +63,9 @@ class Clocks:
         self.lane_floor = np.zeros(blocks * warps, np.uint32)
         self.fenced: dict[int, Array] = {}
         self.released: dict[tuple[int, int], Array] = {}
-        self._polled: dict[int, Array] = {}  # by warp: what its next fence acquires
+        # By warp and whether it is an atomic: what fences acquire of what it has polled up to each
+        # clock.
+        self._polled: dict[tuple[int, bool], list[tuple[int, Array]]] = {}
         self._first: dict[int, int] = {}  # of the columns of each kind of fence
         self._refresh(np.arange(blocks))
 
@@ -71,7 +79,8 @@ class Clocks:
             self.published = _widened(self.published, more)
             self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
             self.released = {at: _widened(known, more) for at, known in self.released.items()}
-            self._polled = {row: _widened(known, more) for row, known in self._polled.items()}
+            for polls in self._polled.values():
+                polls[:] = [(clock, _widened(known, more)) for clock, known in polls]
         return column
 
     def new_slots(self, count: int) -> int:
@@ -143,8 +152,24 @@ class Clocks:
     def acquire_later(self, rows: Array, slots: Array) -> None:
         """What was published in slots (n,) is ordered before the next fences of warps (n,)."""
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            given = self.published[row // self.warps, slot]
-            self._polled[row] = np.maximum(given, self._polled.get(row, 0))
+            self._note_poll(row, False, self.published[row // self.warps, slot])
+
+    def _note_poll(self, row: int, atomic: bool, given: Array) -> None:
+        polls = self._polled.setdefault((row, atomic), [])
+        if polls:
+            given = np.maximum(given, polls[-1][1])
+            if polls[-1][0] == self.clock[row]:
+                polls.pop()
+        polls.append((int(self.clock[row]), given.copy()))
+        del polls[:-_KEPT_POLLS]
+
+    def polled(self, row: int, atomics: Iterable[bool] = (False, True)) -> Iterator[Array]:
+        """What the warps that a warp is ordered after have polled by then, by loads or atomics."""
+        block, warp = divmod(row, self.warps)
+        for (other, atomic), polls in self._polled.items():
+            if other // self.warps == block and atomic in atomics:
+                until = self.seen[block, warp, other % self.warps]
+                yield from [known for clock, known in polls if clock <= until][-1:]
 
     def forgo(self, row: int, before: Array, after: Array) -> None:
         """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""
@@ -181,13 +206,32 @@ class Clocks:
         self.tick(rows)
 
     def fence_sequential(self, rows: Array, device: bool) -> None:
-        """A fence.sc of block or of device scope, before `fence`."""
+        """A fence.sc of block or of device scope, before `fence`.
+
+        It acquires what other threads have polled, too, for the reason that it releases for them.
+        """
+        for row in rows.tolist() if self._polled else ():
+            for known in list(self.polled(row)):
+                self._join(row, known)
         for kind in (_BLOCK, _DEVICE)[: 1 + device]:
             self._note_fence(rows, kind)
 
     def fence_initialised(self, rows: Array) -> None:
         """A fence.mbarrier_init, or one that has its effect."""
         self._note_fence(rows, _INITIALISED)
+
+    def fence_proxy_global(self, rows: Array) -> None:
+        """fence.proxy.async for global memory, see `fence_proxy`."""
+        self._note_fence(rows, _PROXIED)
+        self.tick(rows)
+
+    def proxied(self, blocks: Any, warps: Any) -> Array | None:
+        """The clocks (..., warps) before the proxy fences for global memory that these warps are
+        ordered after; None without.
+        """
+        if _PROXIED not in self._first:
+            return None
+        return np.array(self.seen[blocks, warps][..., self._columns(_PROXIED)])
 
     def _note_fence(self, rows: Array, kind: int) -> None:
         if kind not in self._first:
@@ -220,8 +264,9 @@ class Clocks:
         What the warp has polled before happened before its accesses from now on.
         """
         for row in rows.tolist():
-            if row in self._polled:
-                self._join(row, self._polled.pop(row))
+            for atomic in (False, True):
+                for _, known in self._polled.get((row, atomic), ())[-1:]:
+                    self._join(row, known)
             self.fenced[row] = self.seen[divmod(row, self.warps)].copy()
         self.tick(rows)
 
@@ -233,24 +278,29 @@ class Clocks:
         np.maximum(known, given, out=known)
         known[warp] = own
 
-    def synchronise(self, rows: Array, places: Array, poll: bool = False) -> None:
+    def synchronise(
+        self, rows: Array, places: Array, poll: bool, atomic: bool, releases: bool
+    ) -> None:
         """Strong accesses: each acquires what was released at its address, and releases.
 
-        A ``poll``, or another relaxed load, acquires it at the next fence of its warp.
+        A ``poll``, or another relaxed load or ``atomic``, acquires it at the next fence. One that
+        itself ``releases`` does so at its address alone, unlike the fence before another one.
         """
         before = self.seen.copy()
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):
             block = row // self.warps
             slot = self.released.get((block, place))
             if slot is not None and poll:
-                self._polled[row] = np.maximum(slot, self._polled.get(row, 0))
+                self._note_poll(row, atomic, slot)
             elif slot is not None:
                 self._join(row, slot)
-            given = self._offered(row)
+            given = self.of(np.array(row)) if releases else self._offered(row)
             if given is not None:
                 self.released[block, place] = given if slot is None else np.maximum(slot, given)
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
+        if releases:
+            self.tick(np.unique(rows))
 
     def _offered(self, row: int) -> Array | None:
         """What a strong access of a warp releases; None for nothing."""

@@ -18,7 +18,7 @@ import numpy as np
 from ptx_emulator.checks.block_order import BLOCK_SHIFT, LOW, BlockOrder, block_of
 from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from ptx_emulator.checks.copy_sources import CopySource, check_write
-from ptx_emulator.checks.shadow import SYNCHRONISE_LANES, VOLATILE
+from ptx_emulator.checks.shadow import FENCE_AFTER_ATOMIC, SYNCHRONISE_LANES, VOLATILE
 from ptx_emulator.errors import RaceError, way_out
 from ptx_emulator.state.cohort import SingleThreads
 from ptx_emulator.state.memory import Array, sparse_zeros
@@ -144,7 +144,9 @@ class GlobalRaces:
 
     # ---- entry points; offsets are (n, k), or one per active lane
 
-    def read(self, here: Execution, offset: Any, size: int, noted: bool = True) -> None:
+    def read(
+        self, here: Execution, offset: Any, size: int, noted: bool = True, bulk: bool = False
+    ) -> None:
         """Checks reads, and records them if they are ``noted`` here (see `note_copy`)."""
         touched, pc = self.machine.memory.touched, here.pc
         if self.machine.dependent is not None:
@@ -158,7 +160,7 @@ class GlobalRaces:
         if unwritten:
             self._log(touched, flat, stamps, size, pc)
             return
-        a = self._access(here, flat, stamps, rows, size, strong)
+        a = self._access(here, flat, stamps, rows, size, strong, bulk)
         before = self.write_stamp.take(a.vectors)
         if before.any():
             if pc in self.machine.program.accesses.read_only:
@@ -238,6 +240,26 @@ class GlobalRaces:
         same &= _flying(before)
         self.write_stamp[vectors[same]] = (stamps | before & ATOMIC)[same]
 
+    def refine(self, size: int) -> None:
+        """Makes the vectors of the shadow at most ``size`` bytes wide.
+
+        What was accessed before consists of whole vectors, so that the shadow stays exact.
+        """
+        parts = (1 << self.shift) // size
+        if parts <= 1:
+            return
+        self.shift = size.bit_length() - 1
+        tables = [(self, name) for name in ("write_stamp", "read_stamp", "write_pc", "read_only")]
+        for owner, name in [*tables, (self.lanes, "writer"), (self.lanes, "reader")]:
+            wide = getattr(owner, name)
+            if wide is not None:
+                some = np.flatnonzero(wide)
+                fine = sparse_zeros(len(wide) * parts, wide.dtype)
+                fine[(some[:, None] * parts + np.arange(parts)).reshape(-1)] = np.repeat(
+                    wide[some], parts
+                )
+                setattr(owner, name, fine)
+
     # ---- parts
 
     def _now(self, here: Execution, rows: Array, flat: Array, strong: bool) -> Array:
@@ -265,7 +287,7 @@ class GlobalRaces:
         """Checks that accesses are ordered after earlier ones, with the stamps ``before``."""
         excused: Any = False
         flying = _flying(before)
-        if verb != "overtake" and not a.bulk and flying.any():
+        if (verb == "read" or (verb == "write" and not a.bulk)) and flying.any():
             if a.strong:
                 flying &= (before & ATOMIC) == 0
             if flying.any():
@@ -284,6 +306,33 @@ class GlobalRaces:
         bad = self.lanes.unordered(verb, a.vectors, a.lane, before, a.stamps, a.rows) & ~excused
         if bad.any():
             self._report(a, bad, before, LANES_OF_A_WARP)
+        if a.bulk and verb != "overtake":
+            self._check_proxy(a, before, verb)
+
+    def _check_proxy(self, a: _Access, before: Array, verb: str) -> None:
+        """Checks that what a bulk copy accesses was written by others, or before a proxy fence."""
+        m, writers = self.machine, self.write_pc.take(a.vectors)
+        stores = [p for p in np.unique(writers).tolist() if "bulk" not in m.program.code[p].mods]
+        bad: Array = (before != 0) & np.isin(writers, stores)
+        if not bad.any():
+            return
+        warps, clock = m.clocks.decode(before & LOW)
+        visible = m.clocks.proxied(m.row_cluster[a.rows], m.row_member[a.rows])
+        if visible is not None:
+            known = np.take_along_axis(visible, warps[:, None], axis=1)[:, 0] >= clock
+            bad &= ~known | (block_of(before) != block_of(a.stamps))
+        for place in np.flatnonzero(bad & (block_of(before) != block_of(a.stamps))):
+            row, stamp = int(a.rows[place]), int(before[place])
+            bad[place] = not self.order.has_ordered(row, stamp, proxied=True)
+        if bad.any():
+            first = int(np.argmax(bad))
+            what = f"race in global memory: an asynchronous {verb} of what ordinary stores wrote, "
+            what += "without a proxy fence"
+            numbers = f"{self._place(int(a.vectors[first]))}; written at "
+            numbers += m.program.describe(int(writers[first]))
+            way = "execute fence.proxy.async.global, or fence.proxy.async, after the stores and "
+            way += "before the copy, on either side of the barrier between them"
+            m.fail(RaceError, what, self._origin(a, first), numbers, way)
 
     def _out_of_scope(self, a: _Access, before: Array, verb: str) -> Array:
         """Which pairs of accesses are of two blocks, and one of them is strong in its own alone.
@@ -436,6 +485,8 @@ class GlobalRaces:
         way += "within a block; another launch, or a fence and an atomic, between blocks)"
         if problem is LANES_OF_A_WARP:
             way = SYNCHRONISE_LANES
+        elif self.order.awaits_fence(int(site.cohort.rows[site.row]), stamp):
+            way = FENCE_AFTER_ATOMIC
         elif problem == _PROBLEMS["write"]:
             way += m.forgives_store(site, together)
         if a.racing:

@@ -84,6 +84,10 @@ _NEVER = np.int64(1) << 60  # later than any clock
 _KEPT_RELEASES = 8  # latest partial releases of each warp that are kept
 _KEPT_READS = 256  # most reads that later writes are compared with
 _WHAT = "race in shared memory: lanes of one warp {}, and nothing synchronises them in between"
+FENCE_AFTER_ATOMIC = (
+    "execute a fence (__threadfence) after the atomic that found what others have published, and "
+    "before the access, or give the atomic .acquire" + way_out("atomic_without_fence")
+)
 SYNCHRONISE_LANES = "execute __syncwarp() (bar.warp.sync) between the two accesses" + way_out(
     "warp_synchronous"
 )

@@ -18,7 +18,7 @@ from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from ptx_emulator.checks.shadow import SharedAccess, SharedShadow
 from ptx_emulator.errors import OutOfBounds, RaceError, UninitialisedRead, way_out
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Execution, Wave
+from ptx_emulator.state.wave import Execution, Site, Wave
 
 _LOG_LIMIT = 2048
 _PC_BITS = 32
@@ -188,11 +188,11 @@ class SharedRaces(SharedShadow):
         program = self.machine.program
         if not (a.strong and program.accesses.synchronises):
             return
-        if a.pc in program.accesses.releases:
-            self.clocks.fence(np.unique(a.rows))
+        releases = a.pc in program.accesses.releases
         width = a.where.shape[1]
-        poll = a.pc in program.acquired_by_fences
-        self.clocks.synchronise(np.repeat(a.rows, width), a.where.reshape(-1), poll)
+        poll, atomic = a.pc in self.machine.acquired_by_fences, program.code[a.pc].op == "atom"
+        places = a.where.reshape(-1)
+        self.clocks.synchronise(np.repeat(a.rows, width), places, poll, atomic, releases)
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
         warp = self.machine.row_member[rows]
@@ -247,6 +247,9 @@ class SharedRaces(SharedShadow):
                     what = "race in shared memory: a write may overtake a read of another warp"
                     numbers = f"warp {other} reads there: {m.program.describe(pc)}"
                     advice = self.advice + m.forgives_guess(pc, a.strong)
+                    clock = int(reads[late][0]) >> _PC_BITS
+                    if self._awaits_fence(self.first(a, late)[1], int(other), clock):
+                        advice = shadow.FENCE_AFTER_ATOMIC
                     self.fail(a, late, what, numbers, advice)
         self.lanes_against_reads(a)
 
@@ -262,6 +265,11 @@ class SharedRaces(SharedShadow):
         self.log = []
 
     # ---- messages
+
+    def _awaits_fence(self, site: Site, warp: int, clock: int) -> bool:
+        """Whether a thread only lacks the fence after an atomic to come after an access."""
+        polled = self.clocks.polled(int(site.cohort.rows[site.row]), (True,))
+        return any(known[warp] >= clock for known in polled)
 
     def _report(
         self, a: SharedAccess, bad: Array, stamps: Array, verb: str, together: bool = False
@@ -290,6 +298,8 @@ class SharedRaces(SharedShadow):
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
             advice = self.advice + m.forgives_guess(site.pc, stamp & ATOMIC)
+            if self._awaits_fence(site, stamp & WARP, stamp >> CLOCK_SHIFT):
+                advice = shadow.FENCE_AFTER_ATOMIC
             if verb == "write":
                 advice += m.forgives_store(site, together)
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"

@@ -75,9 +75,12 @@ def atomic(here: Execution, space: str, operation: Operation, address: Any, valu
         way_out = "use an ordinary operation, or an address in shared or global memory"
         machine.fail(UnknownInstruction, what, here.first(), numbers, way_out)
     given = [here.chosen(v) for v in values]
+    memory, index = view.view(dtype), offset >> SHIFT[size]
     if (name, kind, space) == ("add", "f32", "global"):
         name = FLUSHED_ADD
-    out[chosen] = apply(view.view(dtype), offset >> SHIFT[size], name, kind, given)
+    out[chosen] = before = apply(memory, index, name, kind, given)
+    if machine.program.repeats.spins:
+        machine.changed |= bool((memory[index] != before).any())
     return out
 
 

@@ -169,14 +169,14 @@ def emit_fence(g: Generator, ins: Instruction) -> None:
         g.emit(f"E.mbarriers.fence_init(C, {g.lanes()})")
         return
     if g.mods.take("proxy"):
-        fence_proxy(g, ins)
+        fence_proxy(g, ins, bool(restricted))
         return
     g.refuse_if(not scope, "no scope")
     sequential = kind == "sc" or ins.op == "membar"
     g.emit(f"E.fence(C, {scope not in ('cta', 'cluster')}, {sequential})")
 
 
-def fence_proxy(g: Generator, ins: Instruction) -> None:
+def fence_proxy(g: Generator, ins: Instruction, only_shared: bool) -> None:
     if g.mods.take("alias"):
         return
     if g.mods.take("tensormap::generic"):
@@ -188,7 +188,5 @@ def fence_proxy(g: Generator, ins: Instruction) -> None:
         return
     # From the generic proxy to the asynchronous one; without ::generic also back.
     g.refuse_if(not g.mods.take("async", "async::generic"), "a fence of this proxy")
-    # Which proxy wrote global memory is not tracked.
-    if not g.mods.take("global"):
-        g.mods.take("shared::cta", "shared::cluster")
-        g.emit(f"E.fence_proxy(C, {g.lanes()})")
+    space = g.mods.take("global", "shared::cta", "shared::cluster").split("::")[0]
+    g.emit(f"E.fence_proxy(C, {g.lanes()}, {'shared' if only_shared else space!r})")

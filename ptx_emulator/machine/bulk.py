@@ -8,7 +8,7 @@ random times.
 
 For races in global memory a copy into shared memory counts as a read by the issuing warp at the
 time of issue, and one out of shared memory as a write from then until its thread waits for it
-without .read. A missing proxy fence for global memory is not detected.
+without .read.
 """
 
 from __future__ import annotations
@@ -489,13 +489,14 @@ class BulkCopies:
 
     def _global_order(self, t: BulkTransfer, kind: int) -> None:
         races = self.machine.global_races
-        if races is None or t.box.unit < tma.CHUNK_BYTES:
-            return  # a vector of the shadow may contain bytes of two boxes
+        if races is None:
+            return
         some, offsets, size = t.in_global()
+        races.refine(size)
         here = t.here._replace(cohort=t.issued.some(some))
         if len(some) and kind == READ:
             t.source = CopySource(self.machine.memory.touched, offsets, size, t.pc, places=some)
-            races.read(here, offsets, size)
+            races.read(here, offsets, size, bulk=True)
         elif len(some):
             races.write(here, offsets, size, strong=kind == ATOMIC, bulk=True)
             self.stores.append(t)

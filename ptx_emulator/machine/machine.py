@@ -55,6 +55,7 @@ class Machine(Scheduler):
         self.random = random.Random(seed) if seed is not None else None
         self.steps = 0
         self.idle_steps = 0
+        self.changed = False
         self.ticks = 0
         self.threads = math.prod(config.block)
         self.warps = -(-self.threads // 32)
@@ -66,6 +67,9 @@ class Machine(Scheduler):
         self.strong = program.accesses.strong
         if "compare_and_swap_guess" in config.allow:
             self.strong |= program.accesses.guesses
+        self.acquired_by_fences = program.acquired_by_fences
+        if "atomic_without_fence" in config.allow:
+            self.acquired_by_fences -= {p for p in self.strong if program.code[p].op == "atom"}
         self.global_races = GlobalRaces(self) if config.check else None
         self.dependent = DependentLaunch(self, config.former) if config.overlaps else None
 
@@ -161,11 +165,17 @@ class Machine(Scheduler):
             return np.uint64(time)
         return np.uint32(time >> 32 if kind == "hi" else time & 0xFFFFFFFF)
 
-    def fence_proxy(self, cohort: Cohort, lanes: Any) -> None:
-        """fence.proxy.async; a fence by one lane is valid for its warp."""
-        if self.proxy is not None:
+    def fence_proxy(self, cohort: Cohort, lanes: Any, space: str) -> None:
+        """fence.proxy.async for one state space, or all; one by one lane is valid for its warp."""
+        if self.proxy is None:
+            return
+        rows = rows_of(cohort, lanes)
+        if space != "shared" and self.global_races:
+            self.global_races.order.fence_proxy(rows)
+            self.clocks.fence_proxy_global(rows)
+        if space != "global":
             self.mbarriers.fence_init(cohort, lanes)
-            self.proxy.clocks.fence_proxy(rows_of(cohort, lanes))
+            self.clocks.fence_proxy(rows)
 
     def fence(self, cohort: Cohort, device: bool, sequential: bool = False) -> None:
         """A fence of block or of device scope; ``sequential``: fence.sc."""
@@ -173,6 +183,6 @@ class Machine(Scheduler):
             if sequential:
                 self.clocks.fence_sequential(cohort.rows, device)
             if device:
-                self.global_races.order.fence(cohort.rows)
+                self.global_races.order.fence(cohort.rows, sequential)
             # Last, because it advances the clocks: later accesses are not published.
             self.clocks.fence(cohort.rows)

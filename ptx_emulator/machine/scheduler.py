@@ -53,7 +53,7 @@ class Scheduler(Wave):
         self.steps += 1
         if self.steps > self.config.step_limit:
             self._too_many_steps(c)
-        c.age = self.steps
+        c.age, self.changed = self.steps, False
         mask, rows, others = c.mask, c.n, len(self.cohorts)
         try:
             if found.run(self, c):
@@ -69,6 +69,7 @@ class Scheduler(Wave):
         c.polls |= spin is not None
         stays = spin is not None and program.repeats.spins.get(c.pc) == spin
         stays = stays and rows == c.n and mask is c.mask and others == len(self.cohorts)
+        stays = stays and not self.changed
         self.idle_steps = self.idle_steps + 1 if stays else 0  # of nothing but polling
         key = (found.start, found.end)
         counters.segments[key] = counters.segments.get(key, 0) + rows
@@ -263,7 +264,9 @@ class Scheduler(Wave):
             return
         before = self.alive[cohort.rows].any(axis=1)
         self.alive[cohort.rows] &= ~gone
-        dead = before & ~self.alive[cohort.rows].any(axis=1)
+        dead: Array = np.asarray(before & ~self.alive[cohort.rows].any(axis=1))
+        if self.wgmma.chains:
+            self.wgmma.warps_exit(cohort, dead)
         blocks = self.row_block[cohort.rows[dead]]
         np.subtract.at(self.live_warps, blocks, 1)
         stay = cohort.full_mask() & ~gone

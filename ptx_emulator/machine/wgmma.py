@@ -18,7 +18,7 @@ import numpy as np
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.checks.wgmma_registers import RegisterOrder
-from ptx_emulator.errors import OutOfBounds
+from ptx_emulator.errors import InFlight, OutOfBounds
 from ptx_emulator.isa import descriptors, wgmma
 from ptx_emulator.isa.descriptors import CHUNK_BYTES
 from ptx_emulator.isa.mma import add_integers, add_single, join_halves, split_halves
@@ -326,6 +326,24 @@ class Warpgroups:
                 self.newest[groups[its]] = m.proxy.read(access, column)
 
     # ---- groups
+
+    def warps_exit(self, cohort: Cohort, gone: Array) -> None:
+        """Checks that no wgmma of the rows ``gone`` of a cohort, which end now, is in flight.
+
+        Raises:
+            InFlight: one is.
+        """
+        groups = self.groups_of(cohort.rows)
+        for chain in self.chains if self.machine.config.check else ():
+            left = gone & np.isin(groups, chain.groups)
+            if left.any():
+                what = "a warp ends while one of its wgmma may be in flight"
+                step = chain.steps[-1]
+                open_group = step.group[0] >= self.committed[chain.groups[0]]
+                numbers = f"no wgmma.{'commit_group' if open_group else 'wait_group'} covers it"
+                way_out = "execute wgmma.commit_group and wgmma.wait_group 0 before the end"
+                site = Site(cohort, step.pc, int(np.argmax(left)))
+                self.machine.fail(InFlight, what, site, numbers, way_out)
 
     def commit(self, cohort: Cohort) -> None:
         """wgmma.commit_group."""

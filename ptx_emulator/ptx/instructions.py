@@ -172,7 +172,8 @@ class Accesses(NamedTuple):
             Accesses are aligned to their size, so a shadow with vectors of this width is exact.
         strong: atomic, or with an order (.relaxed, .acquire, ...), or volatile.
         volatile: the volatile ones of these.
-        relaxed: loads with the order .relaxed, which acquire nothing by themselves.
+        relaxed: loads and atomics with the order .relaxed, which is that of atomics without one.
+            They acquire nothing by themselves.
         releases: strong ones that release.
         narrow: strong ones of scope .cta or .cluster.
         read_only: loads from global memory that nothing may write (.nc).
@@ -207,7 +208,8 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     shared, device = (min(sizes) for sizes in zip((16, 16), *accesses, strict=True))
     strong = those(lambda ins: fact("strong", ins))
     volatile = those(lambda ins: "volatile" in ins.mods) & strong
-    relaxed = those(lambda ins: ins.op == "ld" and "relaxed" in ins.mods) & strong
+    orders = {"acquire", "acq_rel", "volatile"}
+    relaxed = those(lambda ins: ins.op in ("ld", "atom") and orders.isdisjoint(ins.mods)) & strong
     releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods)) & strong
     narrow = those(lambda ins: not {"cta", "cluster"}.isdisjoint(ins.mods)) & strong
     read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
@@ -216,10 +218,10 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     fences = bool(releases) or any(ins.op in ("membar", "fence") for ins in code)
     barriers = any(is_barrier(ins) and "relaxed" in ins.mods for ins in code)
     mbarriers = any(is_relaxed_arrival_or_wait(ins) for ins in code)
-    orders = fences and (bool(strong) or barriers or mbarriers)
+    ordered = fences and (bool(strong) or barriers or mbarriers)
     sizes = (shared, device)
     orders_of = (strong, volatile, relaxed, releases, narrow, read_only, guesses)
-    return Accesses(*sizes, *orders_of, between_threads, orders, barriers)
+    return Accesses(*sizes, *orders_of, between_threads, ordered, barriers)
 
 
 def _compared(code: list[Instruction]) -> frozenset[int]:

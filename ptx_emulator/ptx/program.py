@@ -67,7 +67,8 @@ class PtxProgram:
         code: flat instructions.
         accesses: which of them access memory, and how; ``repeats``: which are polls.
         racing: volatile accesses that are no polls.
-        acquired_by_fences: loads that acquire what was released at the next fence of their warp.
+        acquired_by_fences: loads and atomics that acquire what was released at the next fence of
+            their warp.
         asynchronous: whether mbarriers, bulk copies or wgmma are used.
         starts_dependents: whether griddepcontrol.launch_dependents is.
         live: bit mask of the live registers before each instruction (one more for the end).

@@ -37,8 +37,9 @@ class Repeats(NamedTuple):
         idle: those whose loop does nothing meanwhile that another thread could wait for.
         counted: waits in a loop that their result ends, or something else.
         ignored: waits whose result nothing uses.
-        spins: of each instruction of a loop that only the result of a strong load ends, and that
-            does nothing another thread could wait for, the number of that load.
+        spins: of each instruction of a loop that only the result of a strong load or an atomic
+            ends, and that otherwise does nothing another thread could wait for, the number of that
+            load or atomic.
     """
 
     polls: frozenset[int]
@@ -58,7 +59,7 @@ def find_waits(code: list[Instruction]) -> list[int]:
 def find_repeats(program: PtxProgram) -> Repeats:
     """The polls of a kernel, by data-flow analysis."""
     code = program.code
-    loads = [pc for pc in program.accesses.strong if code[pc].op == "ld"]
+    loads = [pc for pc in program.accesses.strong if code[pc].op in ("ld", "atom")]
     waits = find_waits(code)
     if not loads and not waits:
         none = frozenset[int]()

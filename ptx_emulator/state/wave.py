@@ -183,9 +183,11 @@ class Wave:
     maps: TensorMaps
     parameters: Array
     strong: frozenset[int]  # the strong accesses, and those that this launch takes for such
+    acquired_by_fences: frozenset[int]  # see `PtxProgram`, without what this launch allows
     random: random.Random | None
     steps: int
     idle_steps: int
+    changed: bool  # whether an atomic of the segment that runs has changed memory
     threads: int
     warps: int
     shared_size: int

@@ -457,7 +457,7 @@ def test_spellings_of_other_compilers() -> None:
         mov.b32 %d,{%h1,%h0};
         $L_x$1: @!%q bra $L_x$2; add.u32 %d, %d, 0x1U;
         $L_x$2: add.u32 %d, %d, 010; add.u32 %d, %d, -1; add.u32 %d, %d, 0b11;"""
-    body = ".reg .b16 %h<2>; .reg .pred %q; setp.ne.b32 %q, %a, %a;\n" + body
+    body = ".reg.b16 %h<2>; .reg .pred %q; setp.ne.b32 %q, %a, %a;\n" + body
     values = np.random.default_rng(3).integers(0, 1 << 32, 64, np.uint32)
     swapped = (values >> 16) | ((values & 0xFFFF) + 1 & 0xFFFF) << 16
     assert (probe(body, "u4", values) == swapped + np.uint32(8 - 1 + 3)).all()

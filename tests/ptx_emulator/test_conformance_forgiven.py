@@ -38,6 +38,19 @@ __device__ __forceinline__ ull describe(void* at, u lead, u stride) {
     out[T] = d[0] + d[1] + d[2] + d[3];
 #define COPY(to, from) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" \
                                     :: "r"(SM(to)), "l"(from) : "memory")
+extern "C" __global__ void atomic_without_fence ARGS {
+    // The last warp to count itself reads what all have stored.
+    __shared__ float s[128];
+    __shared__ u count;
+    if (T == 0) count = 0;
+    __syncthreads();
+    s[T] = ((const float*)in)[T];
+    __threadfence_block();
+    __syncwarp();
+    u before = T % 32 == 0 ? atomicAdd(&count, 1) : 0;
+    if (__shfl_sync(~0u, before, 0) == 3)
+        for (int i = T % 32; i < 128; i += 32) out[i] = s[i];
+}
 extern "C" __global__ void barrier_left_incomplete ARGS {
     // Each turn releases the other warp for one more, and the last one releases nobody.
     if (T >= 64) return;
@@ -155,7 +168,7 @@ def wanted(kernel: str) -> Array:
     values = rng.integers(1, 4, 1024).astype(np.float16)
     floats = values.view(np.float32)[:128]
     out = np.zeros(256, np.float32)
-    if kernel in ("exit_before_bulk_store", "mbarrier_init_fence"):
+    if kernel in ("atomic_without_fence", "exit_before_bulk_store", "mbarrier_init_fence"):
         out[:128] = floats
     elif kernel == "warp_synchronous":
         out[:128] = floats[np.arange(128) ^ 1]

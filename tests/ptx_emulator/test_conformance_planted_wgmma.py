@@ -83,6 +83,25 @@ KERNEL(waits_in_the_next_turn_only, InFlight) {
     WAIT(0); keep(d);
   }
 }
+KERNEL(ends_without_a_wait, InFlight, no wgmma.wait_group covers it) {
+  SETUP; FENCE;
+  MMA(d, A, B);                                                     // BUG
+  COMMIT; FIX(WAIT(0); keep(d);)
+  out[T] = 1;
+}
+KERNEL(ends_after_a_wait_for_the_older_group, InFlight, no wgmma.wait_group covers it) {
+  SETUP; float e[4] = {0, 0, 0, 0}; keep(e);
+  FENCE; MMA(e, A, B); COMMIT;
+  MMA(d, A, B);                                                     // BUG
+  COMMIT; WAIT(FIX(0) BUG(1)); keep(e);
+  out[T] = e[0] + 1;
+}
+KERNEL(ends_without_a_commit, InFlight, no wgmma.commit_group covers it) {
+  SETUP; FENCE;
+  MMA(d, A, B);                                                     // BUG
+  FIX(COMMIT;) WAIT(0); FIX(keep(d);)
+  out[T] = 1;
+}
 KERNEL(no_fence_at_all, FenceError) {
   SETUP; FIX(FENCE;)
   MMA(d, A, B);                                                     // BUG
