@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptx_emulator.checks.clocks import CLOCK_SHIFT, WARP
+from ptx_emulator.checks.clocks import CLOCK_SHIFT, WARP, StrongAccess
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Wave
 
@@ -153,25 +153,23 @@ class BlockOrder:
             return
         m, clocks = self.machine, self.machine.clocks
         narrow = pc in m.program.accesses.narrow
-        releases = pc in m.program.accesses.releases
-        given = self._fenced
-        if releases:
+        how, given = StrongAccess.of(m, pc), self._fenced
+        if how.releases:
             given = {}
             for row in np.unique(rows).tolist():
                 slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
                 seen = clocks.seen[slot, warp, : m.cluster_warps]
                 given[int(m.cluster_ids[slot]), warp] = self._known(row, seen)
-        poll, atomic = pc in m.acquired_by_fences, m.program.code[pc].op == "atom"
-        clocks.synchronise(rows, -1 - flat, poll, atomic, releases)
+        clocks.synchronise(rows, -1 - flat, how)
         if narrow:
             return
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
             slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
             block = int(m.cluster_ids[slot])
             offered = self._released.setdefault(address, {})
-            if poll:
-                self._note_poll(row, atomic, offered)
-            elif offered.keys() - {block, ~block}:
+            if how.polls:
+                self._note_poll(row, how.atomic, offered)
+            elif how.reads and offered.keys() - {block, ~block}:
                 self._acquire(block, warp, int(clocks.clock[row]), offered)
             if (block, warp) in given:
                 _join(offered, given[block, warp])

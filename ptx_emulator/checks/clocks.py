@@ -25,11 +25,13 @@ lanes are not ordered, see `shadow`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptx_emulator.ptx.instructions import fact
 from ptx_emulator.state.memory import Array
+from ptx_emulator.state.wave import Wave
 
 CLOCK_SHIFT = 10  # stamp = clock << 10 | atomic << 9 | warp
 ATOMIC = 1 << 9
@@ -39,6 +41,29 @@ _NO_OTHERS = (1 << 21) - 1  # higher than clocks become
 NAMED_BARRIERS = 16  # of a block
 # Fences with columns: .sc of two scopes, .mbarrier_init, .proxy.async for global memory.
 _BLOCK, _DEVICE, _INITIALISED, _PROXIED = range(4)
+
+
+class StrongAccess(NamedTuple):
+    """How a strong access orders others.
+
+    Attributes:
+        reads: it acquires what was released at its address: not a store, and not a red.
+        polls: it does so only at the next fence of its warp, as relaxed loads and atomics do.
+        atomic: it is an atomic with a result.
+        releases: it releases by itself, at its address alone; others do after a fence.
+    """
+
+    reads: bool
+    polls: bool
+    atomic: bool
+    releases: bool
+
+    @classmethod
+    def of(cls, machine: Wave, pc: int) -> StrongAccess:
+        """Of the instruction ``pc``."""
+        ins, polls = machine.program.code[pc], pc in machine.acquired_by_fences
+        releases = pc in machine.program.accesses.releases
+        return cls(fact("result", ins), polls, ins.op == "atom", releases)
 
 
 class Clocks:
@@ -278,28 +303,22 @@ class Clocks:
         np.maximum(known, given, out=known)
         known[warp] = own
 
-    def synchronise(
-        self, rows: Array, places: Array, poll: bool, atomic: bool, releases: bool
-    ) -> None:
-        """Strong accesses: each acquires what was released at its address, and releases.
-
-        A ``poll``, or another relaxed load or ``atomic``, acquires it at the next fence. One that
-        itself ``releases`` does so at its address alone, unlike the fence before another one.
-        """
+    def synchronise(self, rows: Array, places: Array, how: StrongAccess) -> None:
+        """Strong accesses: each acquires what was released at its address, and releases."""
         before = self.seen.copy()
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):
             block = row // self.warps
             slot = self.released.get((block, place))
-            if slot is not None and poll:
-                self._note_poll(row, atomic, slot)
-            elif slot is not None:
+            if slot is not None and how.polls:
+                self._note_poll(row, how.atomic, slot)
+            elif slot is not None and how.reads:
                 self._join(row, slot)
-            given = self.of(np.array(row)) if releases else self._offered(row)
+            given = self.of(np.array(row)) if how.releases else self._offered(row)
             if given is not None:
                 self.released[block, place] = given if slot is None else np.maximum(slot, given)
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
-        if releases:
+        if how.releases:
             self.tick(np.unique(rows))
 
     def _offered(self, row: int) -> Array | None:

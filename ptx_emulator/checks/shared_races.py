@@ -14,7 +14,7 @@ import numpy as np
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks import shadow
 from ptx_emulator.checks.async_proxy import AsyncProxy
-from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
+from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP, StrongAccess
 from ptx_emulator.checks.shadow import SharedAccess, SharedShadow
 from ptx_emulator.errors import OutOfBounds, RaceError, UninitialisedRead, way_out
 from ptx_emulator.state.memory import Array
@@ -188,11 +188,8 @@ class SharedRaces(SharedShadow):
         program = self.machine.program
         if not (a.strong and program.accesses.synchronises):
             return
-        releases = a.pc in program.accesses.releases
-        width = a.where.shape[1]
-        poll, atomic = a.pc in self.machine.acquired_by_fences, program.code[a.pc].op == "atom"
-        places = a.where.reshape(-1)
-        self.clocks.synchronise(np.repeat(a.rows, width), places, poll, atomic, releases)
+        rows = np.repeat(a.rows, a.where.shape[1])
+        self.clocks.synchronise(rows, a.where.reshape(-1), StrongAccess.of(self.machine, a.pc))
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
         warp = self.machine.row_member[rows]

@@ -193,7 +193,8 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
         # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
         size = TYPE_BYTES[kind] * many
         g.emit(f"check_aligned({g.here()}, {where}, {size}, 'global')")
-    # One atomic per element of a vector.
+    # One atomic per element of a vector; its results may overwrite operands.
+    found = []
     for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
         dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]
         given = "".join(g.read(operand, dtype) + ", " for operand in operands)
@@ -201,6 +202,8 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
         how = f"{FUNCTION[space]!r}, {(operation, kind)!r}"
         text = f"atomic({g.here()}, {how}, {at}, ({given}))"
         if returns:
-            unpack(g, g.let(text), (results[place],), kind)
+            found.append(g.let(text))
         else:
             g.emit(text)
+    for result, old in zip(results, found, strict=False):
+        unpack(g, old, (result,), kind)

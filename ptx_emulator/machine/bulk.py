@@ -438,7 +438,9 @@ class BulkCopies:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
         m = self.machine
         check_window(t.here, barrier[:, None], 8, m.shared_size, "shared")
-        t.barriers, _ = m.mbarriers.at(t.here, np.arange(t.issued.n), barrier, t.blocks)
+        t.barriers, _ = m.mbarriers.at(
+            t.here, np.arange(t.issued.n), barrier, t.blocks, t.issued.lane
+        )
         m.mbarriers.require_fenced(t.here.site(), t.barriers, t.blocks)
         if m.proxy is not None:
             columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.checks.late_waits import LateWaits
-from ptx_emulator.checks.shadow import MBARRIER, RELAXED
+from ptx_emulator.checks.shadow import MBARRIER, RELAXED, SYNCHRONISE_LANES
 from ptx_emulator.errors import FenceError, MbarrierMisuse, RaceError, way_out
 from ptx_emulator.isa.cluster import remote, resolved
 from ptx_emulator.state.cohort import Cohort, WaitsForPhase, rows_of
@@ -23,6 +23,7 @@ from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Site, Wave
 
 BYTES = 8
+_SEVERAL = 33
 _FEW_TURNS = 64
 MOST = (1 << 20) - 1  # limit of arrivals, and of outstanding bytes of either sign
 
@@ -44,10 +45,12 @@ class Mbarriers:
         self.made_by, self.made_at = none.copy(), none.copy()
         # Whether the initialisation is visible to the asynchronous proxy.
         self.fenced = none.copy()
-        # Clocks of the warps when they last used each mbarrier; None where nothing asks for them.
+        # Clocks of the warps when they last used each mbarrier, and the lane plus 1, or `_SEVERAL`
+        # that nothing has synchronised since; None where nothing asks for them.
         self.uses: Array | None = None
+        self.users = none
         if machine.config.check and any("inval" in ins.mods for ins in machine.program.code):
-            self.uses = np.zeros((0, blocks, machine.cluster_warps), np.int64)
+            self.uses, self.users = np.zeros((2, 0, blocks, machine.cluster_warps), np.int64)
         self.late = LateWaits(machine)
         # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
         self._slots = np.zeros(0, np.int64)
@@ -100,7 +103,7 @@ class Mbarriers:
             advice = "initialise it once, or execute mbarrier.inval first"
             advice += way_out("mbarrier_reinit")
             self.machine.fail(MbarrierMisuse, what, here.site(place[0]), state, advice)
-        self.at(here, place, here.spread(address)[place, lane])
+        self.at(here, place, here.spread(address)[place, lane], None, lane)
         self._forget(here, address, place, lane)
 
     def _forget(self, here: Execution, address: Any, place: Array, lane: Array) -> None:
@@ -164,7 +167,8 @@ class Mbarriers:
             for name in ("expected", "pending", "tx", "phase", "made_by", "made_at", "fenced"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 1), (0, 0))))
             if self.uses is not None:
-                self.uses = np.pad(self.uses, ((0, 1), (0, 0), (0, 0)))
+                more = ((0, 1), (0, 0), (0, 0))
+                self.uses, self.users = np.pad(self.uses, more), np.pad(self.users, more)
             self.late.add()
             m = self.machine
             if m.proxy is not None:
@@ -194,6 +198,14 @@ class Mbarriers:
                 text += f"{m.member_name(other)} arrives or waits there"
                 advice = "pass a barrier of the block between the last use and mbarrier.inval"
                 m.fail(RaceError, what, here.site(place[which]), text, advice)
+            several = self.users[numbers, blocks, m.row_member[rows]] == _SEVERAL
+            if several.any() and "warp_synchronous" not in m.config.allow:
+                which = int(np.argmax(several))
+                what = "race in shared memory: an mbarrier is invalidated while other lanes of the "
+                what += "warp may use it"
+                text = f"shared offset {self.addresses[int(numbers[which])]}"
+                site = here.site(place[which], int(lane[which]))
+                m.fail(RaceError, what, site, text, SYNCHRONISE_LANES)
         self.expected[numbers, blocks] = 0
         self._forget(here, address, place, lane)
 
@@ -216,14 +228,14 @@ class Mbarriers:
             blocks, address = resolved(here, address, BYTES)
         place, lane, where = self._lanes(here, address)
         at = None if blocks is None else blocks[place, lane]
-        return place, lane, *self.at(here, place, where, at)
+        return place, lane, *self.at(here, place, where, at, lane)
 
     def at(
-        self, here: Execution, place: Array, address: Array, blocks: Array | None = None
+        self, here: Execution, place: Array, address: Array, blocks: Array | None, lane: Array
     ) -> tuple[Array, Array]:
         """(barrier, block) of rows ``place`` of a cohort, at addresses (k,) that are in bounds.
 
-        ``blocks`` are those of the rows, or others of their clusters.
+        ``blocks`` are others of their clusters than those of the rows, and ``lane`` theirs.
         """
         m, rows = self.machine, here.cohort.rows[place]
         numbers = self._number[address // BYTES]
@@ -251,7 +263,13 @@ class Mbarriers:
             site = here.site(place[which])
             m.fail(RaceError, f"race in shared memory: {problem}", site, text, advice)
         if self.uses is not None:
-            self.uses[numbers, blocks, warps] = m.clocks.clock[rows]
+            users, their = self.users, (numbers, blocks, warps)
+            several = (self.uses[their] >= m.clocks.synced[rows]) & (users[their] > 0)
+            several &= users[their] != lane + 1
+            self.uses[their], users[their] = m.clocks.clock[rows], lane + 1
+            several |= users[their] != lane + 1
+            np.maximum.at(users, their, np.where(several, _SEVERAL, 0))
+            m.shared_races.accessed[rows] = True
         return numbers, blocks
 
     def slots(self, k: Array, b: Array) -> Array:
@@ -526,7 +544,8 @@ class Mbarriers:
             return np.zeros((cohort.n, width), bool)
         where = np.broadcast_to(address, (cohort.n, width))[place, lane]
         numbers = np.zeros((cohort.n, width), np.int64)
-        numbers[place, lane] = self.at(here, place, where)[0]
+        lanes = np.full(len(lane), _SEVERAL - 1) if narrow else lane
+        numbers[place, lane] = self.at(here, place, where, None, lanes)[0]
         now = self.phase[numbers, m.row_block[cohort.rows][:, None]]
         wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64) & 0xFFFFFFFF
         if m.shared_races and parity:

@@ -26,6 +26,8 @@ _TOKEN = re.compile(
 )
 
 
+# Types of variables that only instructions use which are not supported.
+_OPAQUE = ("texref", "samplerref", "surfref")
 WARP_SIZE = "WARP_SZ"  # the name of a constant
 
 
@@ -270,6 +272,8 @@ class Cursor:
                 vector = int(word[1])
             elif word in TYPE_BYTES:
                 kind = word
+            elif word in _OPAQUE:
+                kind = "b64"
             elif word == "ptr":
                 while self.peek() in (".global", ".const", ".shared", ".local", ".align"):
                     if self.take() == ".align":

@@ -51,13 +51,19 @@ class Region(NamedTuple):
 
 # Shared memory that the system reserves for cooperative groups, which expect at least 288 bytes.
 _RESERVED, _RESERVED_BYTES = "reserved_smem_offset_1", 288
+# The address of the barrier of a grid, in cooperative launches: its upper and its lower half.
+GRID_WORKSPACE = {"envreg1": 32, "envreg2": 0}
 
 
 def _reserved(code: list[Instruction]) -> dict[str, Variable]:
-    """The shared memory that the system reserves, as a variable, if code uses it."""
-    if not any(Special(_RESERVED) in ins.operands for ins in code):
-        return {}
-    return {_RESERVED: Variable(_RESERVED, "shared", "b8", _RESERVED_BYTES, 16)}
+    """The memory that the system reserves, as variables, where code uses it."""
+    found = {}
+    used = {o.name for ins in code for o in ins.operands if isinstance(o, Special)}
+    if _RESERVED in used:
+        found[_RESERVED] = Variable(_RESERVED, "shared", "b8", _RESERVED_BYTES, 16)
+    if used.intersection(GRID_WORKSPACE):
+        found["envreg"] = Variable("envreg", "global", "b32", 2, 8)
+    return found
 
 
 class PtxProgram:

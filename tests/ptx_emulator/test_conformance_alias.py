@@ -78,6 +78,16 @@ def test_shuffles_and_matrices_may_overwrite_their_sources() -> None:
     assert (halves[:, :, 3].reshape(8, 8) == rows[2]).all()
 
 
+def test_a_vector_of_atomics_may_overwrite_its_operands() -> None:
+    ptx = """.visible .entry k(.param .u64 p) { .reg .f32 %f<2>; .reg .b64 %p;
+        ld.param.u64 %p, [p]; mov.f32 %f0, 0f3F800000; mov.f32 %f1, 0f40000000;
+        atom.global.v2.f32.add {%f1, %f0}, [%p], {%f0, %f1};
+        st.global.v2.f32 [%p+8], {%f0, %f1}; ret; }"""
+    out = np.array([3, 4, 0, 0], np.float32)
+    run_ptx(ptx, "k", 1, 1, out)
+    assert out.tolist() == [4, 6, 4, 3]
+
+
 def test_one_register_holds_floats_on_one_path_and_integers_on_the_other() -> None:
     body = """.reg .pred p; .reg .b32 x; and.b32 x, %a, 1; setp.ne.s32 p, x, 0;
         @p bra ODD; cvt.rn.f32.u32 %d, %a; bra JOIN; ODD: add.s32 %d, %a, 0x7fc00001;

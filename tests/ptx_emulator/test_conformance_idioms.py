@@ -403,3 +403,32 @@ def test_a_structure_that_is_set_in_part_may_be_copied_but_not_used() -> None:
     with pytest.raises(UninitialisedRead, match="local memory is read") as caught:
         launch(ptx, "passed", 1, 64, [values, out, np.int32(1)])
     assert "the value is used by test.cu" in caught.value.numbers
+
+
+GRID_BARRIER = """
+extern "C" __global__ void meet(int* mail, int* out) {
+    unsigned high, low;
+    asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+    asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+    unsigned* count = (unsigned*)((unsigned long long)high << 32 | low) + 1;
+    mail[blockIdx.x * 64 + threadIdx.x] = blockIdx.x + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned seen;
+        asm volatile("red.add.release.gpu.u32 [%0], 1;" :: "l"(count) : "memory");
+        do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+        while (seen < gridDim.x);
+    }
+    __syncthreads();
+    int next = (blockIdx.x + 1) % gridDim.x * 64 + 63 - threadIdx.x;
+    out[blockIdx.x * 64 + threadIdx.x] = mail[next];
+}
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_grid_has_a_workspace_in_which_its_blocks_meet(seed: int | None) -> None:
+    """As in cooperative launches, of which cooperative_groups::grid_group::sync makes use."""
+    mail, out = np.zeros(256, np.int32), np.zeros(256, np.int32)
+    run(GRID_BARRIER, "meet", (4,), (64,), mail, out, seed=seed)
+    assert (out.reshape(4, 64) == [[2], [3], [4], [1]]).all()

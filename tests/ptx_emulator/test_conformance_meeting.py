@@ -111,6 +111,14 @@ def test_an_mbarrier_is_not_invalidated_while_others_use_it(seed: int | None) ->
     run(START.format(1) + arrive + WAIT + "bar.sync 0; " + INVALIDATE, seed=seed)
 
 
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_lane_does_not_invalidate_an_mbarrier_for_which_others_may_wait(seed: int | None) -> None:
+    arrive = "@%p0 mbarrier.arrive.shared.b64 %rd1, [%r8]; "
+    with pytest.raises(RaceError, match="while other lanes of the warp may use it"):
+        run(START.format(1) + arrive + WAIT + INVALIDATE, 32, seed=seed)
+    run(START.format(1) + arrive + WAIT + "bar.warp.sync -1; " + INVALIDATE, 32, seed=seed)
+
+
 def test_an_arrival_at_an_mbarrier_counts() -> None:
     arrive = "mov.u32 %r2, 0; mbarrier.arrive.shared.b64 %rd1, [%r8], %r2;"
     with pytest.raises(MbarrierMisuse, match="counts as none"):

@@ -86,6 +86,21 @@ KERNEL(a_release_at_another_address) ARGS {
     while (!get_acquire(flag)) {}
     data[0] *= 2;                                                               // BUG
 }
+KERNEL(a_store_acquires_nothing) ARGS {
+    if (T) return;
+    if (blockIdx.x == 0) { data[0] = 1; __threadfence(); atomicAdd(flag, 1); return; } // BUG
+    FIX(while (!get_acquire(flag)) {})
+    set(flag, 2); atomicAdd(flag + 1, 1);
+    data[0] *= 2;                                                               // BUG
+}
+KERNEL(an_addition_without_a_result_acquires_nothing) ARGS {
+    if (T) return;
+    if (blockIdx.x == 0) { data[0] = 1; __threadfence(); atomicAdd(flag, 1); return; } // BUG
+    FIX(while (!get_acquire(flag)) {})
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(flag) : "memory");
+    __threadfence();
+    data[0] *= 2;                                                               // BUG
+}
 KERNEL(the_last_block_does_not_fence) ARGS {
     __shared__ bool last;
     out[64 + 64 * blockIdx.x + T] = 1;                                          // BUG

@@ -166,6 +166,15 @@ def test_a_module_for_sm_100_runs_without_the_instructions_that_came_with_it(ref
         assert out[0] == 7
 
 
+def test_textures_may_be_declared_and_are_refused_by_name() -> None:
+    head = HEADER + ".global .texref picture;\n.global .samplerref way;\n.global .surfref page;\n"
+    kernel = ".visible .entry k() { .reg .b32 %r<4>; BODY ret; }"
+    launch(head + kernel.replace("BODY", ""), "k", 1, 32, [])
+    fetch = "mov.b32 %r0, 0; tex.1d.v4.u32.s32 {%r0, %r1, %r2, %r3}, [picture, {%r0}];"
+    with pytest.raises(UnknownInstruction, match=r"tex\.1d"):
+        launch(head + kernel.replace("BODY", fetch), "k", 1, 32, [])
+
+
 def test_a_function_that_is_not_called_may_have_special_registers_that_are_refused() -> None:
     unused = ".func unused() { .reg .b32 %r; mov.u32 %r, %reserved_smem_offset_cap; ret; }"
     out = np.zeros(1, np.uint32)
