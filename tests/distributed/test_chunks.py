@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import flashgen as fg
 from flashgen import InputError, distributed
+from flashgen.frontends.distributed import checks
 from flashgen.frontends.distributed.reach import reached
 from flashgen.frontends.distributed.sharding import METHODS, sharding_of
 from tests.support.paths import ROOT
@@ -283,3 +284,33 @@ def test_tiles_of_no_positions_are_refused() -> None:
     for tile in (0, -8, 12.5, "a"):
         with pytest.raises(InputError, match="argument tile of"):
             distributed.balance(SPEC, 64, 2, tile=tile)  # type: ignore[arg-type]
+
+
+class _Ranks:
+    """The transfers of a group of two GPUs of which both ranks always ask for the same."""
+
+    rank, world, device = 0, 2, "cuda"
+
+    def __init__(self, group: object) -> None:
+        self.group = group
+        self.comparisons = 0
+
+    def notes(self, said: bytes, step: str) -> list[bytes]:
+        self.comparisons += 1
+        return [said] * 2
+
+
+class _Group:
+    pass
+
+
+def test_what_the_ranks_agree_on_ends_with_their_group() -> None:
+    spec = fg.AttentionSpec(head_dim=16)
+    before = len(checks._agreed)
+    for _ in range(3):  # of which each may have the id of the one before
+        ranks: Any = _Ranks(_Group())
+        checks.compare(ranks, spec, {})
+        checks.compare(ranks, spec, {})
+        assert ranks.comparisons == 1
+        del ranks
+        assert len(checks._agreed) == before

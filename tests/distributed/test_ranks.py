@@ -118,10 +118,21 @@ def test_dtensors_and_meshes_of_two_dimensions_are_refused(returned: Returned) -
 
 
 def test_ranks_that_disagree_are_refused_before_anything_is_computed(returned: Returned) -> None:
-    for message in returned(2, "ranks_that_disagree"):
+    for first, _, _ in returned(2, "ranks_that_disagree"):
+        message = str(first)
         assert "the ranks call with different arguments" in message
-        assert "rank 0: heads 0 of 4, q (1, 4, 64, 16)" in message
-        assert "rank 1: heads 0 of 2, q (1, 2, 48, 16)" in message
+        assert "rank 0: rows of q and k 64, 64, heads 0 of 4, q (1, 4, divided, 16)" in message
+        assert "rank 1: rows of q and k 48, 48, heads 0 of 2, q (1, 2, divided, 16)" in message
+
+
+def test_ranks_with_unequal_rows_are_told_the_chunks_with_which_they_can_call(
+    returned: Returned,
+) -> None:
+    for _, rows, advised in returned(2, "ranks_that_disagree"):
+        assert rows.what == "the ranks call with different arguments: rows of q and k"
+        assert rows.where == "argument shard of flashgen.distributed.attention"
+        assert rows.way_out == "shard=[[range(0, 64)], [range(64, 112)]]"
+        assert advised is None
 
 
 @pytest.mark.parametrize("world", WORLDS)

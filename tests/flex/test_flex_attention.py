@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -129,6 +131,30 @@ def test_kernels_agree_with_torch(name: str, monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(
             x, y, rtol=1e-4, atol=1e-5 * max(1.0, largest), check_dtype=False
         )
+
+
+def test_mods_of_torch_compile_are_those_that_they_were_made_of() -> None:
+    q, k, v = operands(1, 2, 20, 20)
+    cap = 3.0
+
+    def capped(s, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(s / cap)
+
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    compiled = torch.compile(capped, backend="eager")
+    block_mask = block_mask_of(causal, (None, None, 20, 20))
+    wanted = fg.flex_attention(q, k, v, capped, block_mask)
+    block_mask.mask_mod = torch.compile(causal, backend="eager")
+    assert torch.equal(fg.flex_attention(q, k, v, compiled, block_mask), wanted)
+
+    @functools.wraps(compiled)  # with the attributes of what it wraps
+    def twice(*arguments):
+        return 2 * capped(*arguments)
+
+    doubled = fg.flex_attention(q, k, v, lambda *arguments: 2 * capped(*arguments))
+    assert torch.equal(fg.flex_attention(q, k, v, twice), doubled)
 
 
 def test_torch_compile_goes_around_it() -> None:

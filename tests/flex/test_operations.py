@@ -226,6 +226,33 @@ SCORES: dict[str, Callable] = {
         + torch.stack([s, -s, table[k]]).kthvalue(2)[0]
         + without_past(s, q, k).topk(1)[0]
     ),
+    "the middle": lambda s, b, h, q, k: (
+        torch.stack([s, table[q], table[k], s + q]).median()
+        + odd[:4].median(0).indices
+        + square[:2].median(1, keepdim=True)[0][q % 2, 0]
+        + torch.nan_to_num(odd.median(), 7.0)
+        + small[:4].median(-1)[1]
+        + table[ids[:3].median(0).values % SIZE]
+    ),
+    "running extrema": lambda s, b, h, q, k: (
+        torch.cummax(torch.stack([s, table[q], table[k]]), 0)[0][k % 3]
+        + torch.cummin(square[:, :4] % 0.7, -1)[1][q, k % 4]
+        + torch.cummax(s, 0)[0]
+    ),
+    "running extrema of NaN and ties": lambda s, b, h, q, k: (
+        s + torch.cummax(ids[:4], 0).indices[k % 4] + torch.cummin(odd[2:], 0)[1][q % 5]
+    ),
+    "running sums of exponentials": lambda s, b, h, q, k: (
+        torch.logcumsumexp(torch.stack([s, table[q], table[k]]), 0)[k % 3]
+        + torch.logcumsumexp(square[:3], 1)[q % 3, k]
+        + torch.logcumsumexp(s, 0)
+    ),
+    "windows": lambda s, b, h, q, k: (
+        (table.unfold(0, 3, 2)[q % 3] * s).sum() + square.unfold(1, 2, 1)[q, k % 6, 1]
+    ),
+    "lists in an index": lambda s, b, h, q, k: (
+        square[[0, 2], k].sum() + square[q, range(1, 3)][k % 2] + square[[[1], [3]], k][1, 0]
+    ),
     "log gamma": lambda s, b, h, q, k: (
         torch.lgamma(s * 4) + torch.lgamma(q * 50.0) / 50 + torch.lgamma(odd[k] - 1)
     ),
@@ -329,7 +356,7 @@ MASKS: dict[str, Callable] = {
 
 def values_of(mod: Callable, role: str) -> torch.Tensor:
     """What flashgen reads from a mod, at each q and k, for scores that differ."""
-    sizes = CallSizes(2, 3, SIZE, SIZE, torch.device("cpu"))
+    sizes = CallSizes(2, 3, SIZE, SIZE, torch.device("cpu"), learned=True)
     given = (None, mod) if role == "score" else (mod, None)
     reading, found = read(*given, sizes)
     stored = getattr(reading, role)
@@ -416,7 +443,14 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     ),
     "a function as an operand": (lambda s, b, h, q, k: s * table.apply_(abs)[q], "be recorded"),
     "digamma": (lambda s, b, h, q, k: torch.digamma(s), "torch.digamma cannot be expressed"),
-    "cummax": (lambda s, b, h, q, k: torch.cummax(table, 0)[0][q], "torch.cummax cannot"),
+    "a list of tensors": (
+        lambda s, b, h, q, k: s + square[[q, 1], k].sum(),
+        "indexed by a list that contains tensors",
+    ),
+    "a list of tensors alone": (
+        lambda s, b, h, q, k: s + table[[q]].sum(),
+        "indexed by a list that contains tensors",
+    ),
     "if": (lambda s, b, h, q, k: s if q > k else -s, "needs the value of a tensor"),
     "and": (lambda s, b, h, q, k: (q > 1 and k > 1) * s, "needs the value of a tensor"),
     "item": (lambda s, b, h, q, k: s * table[0].item(), "needs the value of a tensor"),
@@ -512,6 +546,40 @@ def test_a_tensor_of_which_there_is_a_view_is_not_written() -> None:
     assert "writes into a tensor" in refusal_of(mod).what
 
 
+def test_whether_a_value_requires_gradients_is_as_in_torch() -> None:
+    """A mod may ask, and its answer is not that of an earlier call."""
+    learned, fixed = torch.ones(8, requires_grad=True), torch.ones(8)
+    found: list[tuple[bool, ...]] = []
+
+    def mod(s, b, h, q, k):
+        written = fixed[k] * 2
+        written += learned[k]
+        values = (s, s * 2, *torch.stack([fixed[q], s]).unbind(), learned[k], written)
+        others = (fixed[k], fixed[k].detach(), q.float(), learned[k] > 0, torch.zeros_like(s))
+        found.append(tuple(x.requires_grad for x in (*values, *others)))
+        return s + learned[k] if (fixed[k] + s).requires_grad else s
+
+    q, k, v = (x.detach() for x in operands(1, 1, 8, 8))
+    with torch.no_grad():
+        fg.flex_attention(q, k, v, mod)
+    assert set(found) == {(False,) * 11}
+    found.clear()
+    fg.flex_attention(q, k, v, mod)
+    assert set(found) == {(False,) * 4 + (True,) * 2 + (False,) * 5}
+    found.clear()
+    fg.flex_attention(q, k.requires_grad_(), v, mod)
+    assert set(found) == {(True,) * 6 + (False,) * 5}
+
+
+def test_a_derivative_of_its_own_is_refused_where_there_are_gradients_alone() -> None:
+    mod = REFUSED["a backward of its own"][0]
+    q, k, v = (x.detach() for x in operands(1, 1, 8, 8))
+    out = fg.flex_attention(q, k, v, mod)
+    torch.testing.assert_close(out, fg.flex_attention(q, k, v, lambda s, b, h, q, k: s * 2))
+    with pytest.raises(SpecError, match=r"applies a torch\.autograd\.Function"):
+        fg.flex_attention(q, k.requires_grad_(), v, mod)
+
+
 ADDED_TO_MINUS_INFINITY: dict[str, Callable[..., Any]] = {
     "a number": lambda s, h, q, k: -2.5,
     "a distance": lambda s, h, q, k: (k - q) * torch.exp2(-((h + 1) * 8.0 / 12)),
@@ -542,6 +610,14 @@ def test_no_gradient_is_lost_in_silence() -> None:
 COMPOSED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "a padded sort": lambda s, row: (
         s + F.pad(torch.sort(row * 3 % 2, descending=True)[0], (1, 1))[1]
+    ),
+    "a running extremum": lambda s, row: (
+        torch.cummax(torch.stack([row[0], s, row[2]]), 0)[0][1]
+        + torch.cummin(torch.stack([s, row[1]]), 0)[0].sum()
+    ),
+    "a running sum": lambda s, row: torch.logcumsumexp(torch.stack([row[0], s, row[2]]), 0)[1],
+    "the middle of windows": lambda s, row: (
+        torch.stack([s, row[0], row[1], row[2]]).unfold(0, 3, 1).median(1)[0].sum()
     ),
     "the largest": lambda s, row: torch.stack([s, row[0], row[2]]).topk(2)[0].sum(),
     "log gamma": lambda s, row: s * torch.lgamma(row[1] - 0.9),

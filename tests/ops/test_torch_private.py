@@ -177,6 +177,10 @@ USES = {
     "torch._C._dynamo.eval_frame._FrameAction.SKIP": Use(UNTRACED, lambda skip: skip is not None),
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Use(UNTRACED, callable),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Use(UNTRACED, skipped),
+    "torch._dynamo.eval_frame.innermost_fn": Use(
+        "records the function of which torch.compile has made a mod",
+        lambda of: of(torch.compile(popped)) is of(popped) is popped,
+    ),
     "torch._C._functorch.get_unwrapped": Use(
         UNWRAP, lambda unwrap: inside(torch.func.grad, lambda x: torch.equal(unwrap(x), ONE))
     ),

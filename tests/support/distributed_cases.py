@@ -396,14 +396,23 @@ def sent_chunks() -> list[tuple[str, int]]:
     return sent
 
 
-def ranks_that_disagree() -> str:
-    seq = 64 if dist.get_rank() == 0 else 48
-    q, k, v = (torch.zeros(1, 2 if dist.get_rank() else 4, seq, 16) for _ in range(3))
-    try:
-        distributed.attention(fg.attention(causal_spec()), q, k, v)
-    except fg.InputError as error:
-        return str(error)
-    return "no error"
+def ranks_that_disagree() -> list[fg.InputError | None]:
+    """The errors of other heads and rows, of other rows alone, and of what that error advises."""
+    op, found = fg.attention(causal_spec()), []
+    x = torch.zeros(1, 2, 64 if dist.get_rank() == 0 else 48, 16)
+    heads = torch.cat([x, x], 1) if dist.get_rank() == 0 else x
+
+    def error(q: Tensor, **options: Any) -> fg.InputError | None:
+        try:
+            distributed.attention(op, q, q, q, **options)
+        except fg.InputError as raised:
+            return raised
+        return None
+
+    found = [error(heads), error(x)]
+    assert found[1] is not None
+    advised = found[1].way_out.removeprefix("shard=")
+    return [*found, error(x, shard=eval(advised))]
 
 
 Wrong = dict[str, Any]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -175,12 +177,13 @@ def checked(
     of_call = [tensor.name for tensor in signature.tensors]
     check_contents(signature, dict(zip(of_call, call.operands.captured, strict=True)), one, k)
     facts_of(call.program.target(options.backend, options.arch, q.device).arch)
-    dims = {name: dim for name, (dim, _) in sharded.items()}
-    if not isinstance(shard, str):  # rows may differ, and are those of the chunks
-        dims |= dict.fromkeys("qkv", 2)
+    dims = {name: dim for name, (dim, _) in sharded.items()} | dict.fromkeys("qkv", 2)
+    held = [str(sharding.rows(exchange.rank)) for sharding in (queries, keys)]
     facts = {
         "method": method,
         "shard": shard if isinstance(shard, str) else str(keys.of_rank),
+        # Those of a list of chunks may differ.
+        **({_ROWS: ", ".join(held)} if isinstance(shard, str) else {}),
         "reduce_learned": str(reduce_learned),
         **{name: str(value) for name, value in options._asdict().items() if name != "scalars"},
         "heads": f"{one.first_head} of {one.heads}",
@@ -320,7 +323,10 @@ def _described(value: Any, divided: int | None) -> str:
 
 _STEP = "comparison of the calls"
 
-_agreed: set[Any] = set()
+_ROWS = "rows of q and k"
+
+_agreed: WeakKeyDictionary[Any, set[bytes]] = WeakKeyDictionary()
+"""The calls that the ranks of a group agree on."""
 
 
 def leave_refusal(exchange: Exchange, error: Exception) -> None:
@@ -341,8 +347,7 @@ def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -
         DistributedError: a rank has ended, or the time limit of the group has passed.
     """
     said = hashlib.sha256(repr((spec.digest, facts)).encode()).hexdigest().encode()
-    key = id(exchange.group), said
-    if exchange.world == 1 or key in _agreed:
+    if exchange.world == 1 or said in _agreed.get(exchange.group, ()):
         return
     notes = exchange.notes(said, _STEP)
     for rank, note in enumerate(notes):
@@ -357,7 +362,7 @@ def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -
         mine = spec.digest, _parts_of(spec), facts
         _refuse_difference(exchange.rank, exchange.everyones(mine, _STEP))
     if exchange.device == "cuda":
-        _agreed.add(key)
+        _agreed.setdefault(exchange.group, set()).add(said)
 
 
 def _refuse_difference(rank: int, everyone: list[Any]) -> None:
@@ -372,16 +377,29 @@ def _refuse_difference(rank: int, everyone: list[Any]) -> None:
         ", ".join(f"{n} {_from_difference(a.get(n, ''), b.get(n, ''))}" for n in differ)
         for a, b in ((own, other), (other, own))
     )
+    if specs:
+        way_out = "the same spec on every rank"
+    elif differ == [_ROWS]:
+        way_out = _chunks_of([facts for _, _, facts in everyone])
+    else:
+        way_out = "the same options, and tensors that belong together, on every rank"
     refuse(
         f"the ranks have different specs: {named}"
         if specs
         else f"the ranks call with different arguments: {named}",
-        "op" if specs else differ[0],
+        "op" if specs else "shard" if differ[0] == _ROWS else differ[0],
         "\n".join(f"rank {n}: {text}" for n, text in zip((rank, number), lines, strict=True)),
-        "the same spec on every rank"
-        if specs
-        else "the same options, and tensors that belong together, on every rank",
+        way_out,
     )
+
+
+def _chunks_of(everyone: list[Mapping[str, str]]) -> str:
+    """How ranks that hold different numbers of rows call."""
+    rows = [facts[_ROWS].split(", ") for facts in everyone]
+    if everyone[0]["shard"] != "contiguous" or any(of_q != of_k for of_q, of_k in rows):
+        return "as many rows on every rank, the last ones padding; or a list of chunks as shard"
+    ends = accumulate((int(of_q) for of_q, _ in rows), initial=0)
+    return f"shard={[[range(*pair)] for pair in pairwise(ends)]}"
 
 
 def _parts_of(spec: AttentionSpec) -> dict[str, str]:

@@ -19,7 +19,7 @@ from flashgen.frontends.flex.checks import (
 from flashgen.frontends.flex.compiled import as_node
 from flashgen.frontends.flex.graph_capture import captures_a_graph, warn_of_values
 from flashgen.frontends.flex.known_mods import read
-from flashgen.frontends.flex.recorded_mods import Mod
+from flashgen.frontends.flex.recorded_mods import Mod, uncompiled
 from flashgen.frontends.flex.traced_mods import CallSizes
 
 Tensor = torch.Tensor
@@ -115,6 +115,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, _ = tensors
     device = query.device
+    mask_mod, score_mod = uncompiled(mask_mod), uncompiled(score_mod)
     reading, found = read(mask_mod, score_mod, CallSizes.of(query, key, device))
     captures = reading.captures(found, device)
     sparse = blocks = None

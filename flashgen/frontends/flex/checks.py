@@ -267,7 +267,8 @@ def mask_mod_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
             "Cannot use mask_mod from a sliced BlockMask",
             where="argument block_mask",
             numbers=f"shape {tuple(block_mask.shape)}",
-            way_out="sliced.mask_mod = the mask_mod of the whole one, with its offset",
+            way_out="sliced.mask_mod = the mask_mod of the whole one, with its offset, and "
+            "sliced.seq_lengths = the lengths of the call",
         )
     if tuple(block_mask.BLOCK_SIZE) == (LARGE_BLOCK, LARGE_BLOCK):
         return None if mask_mod is flex.noop_mask else mask_mod

@@ -91,6 +91,52 @@ def _of_rank(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
     return tuple(part if keepdim or not x.shape else part.squeeze(dim) for part in found)
 
 
+def _median(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The lower one of two in the middle; of elements with NaN among them the first NaN."""
+    if dim is None:
+        return _median(x.reshape(-1), 0)[0]
+    length = x.shape[dim] if x.shape else 1
+    value, place = _of_rank(x, (length + 1) // 2, dim, keepdim)
+    if not x.dtype.is_floating_point:
+        return value, place
+    unknown = (x != x).any(dim, keepdim)
+    first = _place("amax")(x, dim, keepdim)
+    return torch.where(unknown, math.nan, value), torch.where(unknown, first, place)
+
+
+def _up_to(x: Any, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of all elements along a further dimension, their places, and which a row contains."""
+    shape = [x.shape[dim] if d == dim else 1 for d in range(x.dim() + 1)]
+    own = x.tracer.constant(torch.arange(x.shape[dim], device=x.device).reshape(shape))
+    places = own.transpose(dim, dim + 1)
+    return x.unsqueeze(dim), places, places <= own
+
+
+def _running(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The extremum of the elements up to each, with its last place; the last NaN's, if any."""
+
+    def rule(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        if not x.shape:
+            return x, torch.zeros_like(x, dtype=torch.int64)
+        dim %= x.dim()
+        rows, places, contained = _up_to(x, dim)
+        first = rows.narrow(dim + 1, 0, 1)
+        extremum = getattr(torch.where(contained, rows, first), name)(dim + 1, keepdim=True)
+        found = contained & ((rows == extremum) | (rows != rows))
+        at = torch.where(found, places, 0).amax(dim + 1)
+        return x.gather(dim, at), at
+
+    return rule
+
+
+def _running_log_sum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape:
+        return x
+    dim %= x.dim()
+    rows, _, contained = _up_to(x, dim)
+    return torch.where(contained, rows, -math.inf).logsumexp(dim + 1)
+
+
 def _log_gamma(x: Tensor) -> Tensor:
     """Stirling's series of a large number, to which a product of the steps up to it leads."""
     reflected = x < 0.5
@@ -144,6 +190,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "aten::sort": _sorted,
     "aten::topk": _largest,
     "aten::kthvalue": _of_rank,
+    "aten::median": _median,
+    "aten::cummax": _running("amax"),
+    "aten::cummin": _running("amin"),
+    "aten::logcumsumexp": _running_log_sum,
     "aten::lgamma": _log_gamma,
     "aten::erfinv": _inverse_error,
     "prims::erf_inv": _inverse_error,

@@ -169,14 +169,14 @@ def _read(
     if found is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
         notes = Notes() if deterministic or captures_a_graph(sizes.device) else None
-        found = _shared(record(mask_mod, score_mod, sizes.device, notes))
+        found = _shared(record(mask_mod, score_mod, sizes.device, notes, sizes.learned))
     codes = tuple([None if mod is None else code_of(mod) for mod in (mask_mod, score_mod)])
     with _lock:
         pure = pure or (codes, found.numbers, found.key) in _settled_records
         known = _known(found, sizes) if pure else None
     if known is not None:
         return known, found
-    found = _shared(_settled(mask_mod, score_mod, sizes.device, found))
+    found = _shared(_settled(mask_mod, score_mod, sizes, found))
     with _lock:
         _settled_records[codes, found.numbers, found.key] = None
         while len(_settled_records) > _MOST_SETTLED:
@@ -313,7 +313,7 @@ def _check_versions(mods: Sequence[Mod | None], found: Record, traced: TracedMod
 
 
 def _settled(
-    mask_mod: Mod | None, score_mod: Mod | None, device: torch.device, found: Record
+    mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes, found: Record
 ) -> Record:
     """A record with notes of mods that compute the same each time.
 
@@ -326,7 +326,7 @@ def _settled(
     earlier, drawn = found, ""
     for _ in range(_MOST_EXECUTIONS):
         with _Draws() as draws:
-            again = record(mask_mod, score_mod, device, Notes())
+            again = record(mask_mod, score_mod, sizes.device, Notes(), sizes.learned)
         drawn = draws.found
         with alone():
             if not drawn and _parts(again) == _parts(earlier):

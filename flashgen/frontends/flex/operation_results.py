@@ -50,17 +50,28 @@ NO_TENSOR = object()
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor without elements."""
+    """What is known of a tensor without elements.
+
+    Attributes:
+        learned: whether it requires gradients.
+    """
 
     dtype: torch.dtype
     shape: Any
+    learned: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
 class Same(NamedTuple):
-    """A result that is one of the operands: its place among them, and whether it is changed."""
+    """A result that is one of the operands: its place among them, and whether it is changed, and
+    requires gradients then."""
 
     place: int
     changed: bool
+    learned: bool
 
 
 class Views(NamedTuple):
@@ -90,12 +101,14 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in TEXT:
         return NO_TENSOR
     if name in ("cpu", "cuda"):
-        return Kind(args[0].dtype, tuple(args[0].shape))
+        return Kind.of(args[0])
     metas: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
         if id(tensor) not in metas:
-            metas[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            # A copy, which an operation may change in place.
+            metas[id(tensor)] = made.requires_grad_().clone() if tensor.requires_grad else made
         return metas[id(tensor)]
 
     with alone(), torch._C.DisableTorchFunction():
@@ -112,13 +125,13 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     same = [place for place, tensor in enumerate(operands) if tensor is result]
     if same:
-        return Same(same[0], bool(changed))
+        return Same(same[0], bool(changed), result.requires_grad)
     leaves, tree = pytree.tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return NO_TENSOR
     made = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     shared = tuple(place for place, tensor in enumerate(operands) if _memory(tensor) in made)
-    leaves = [Kind(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
+    leaves = [Kind.of(x) if isinstance(x, Tensor) else x for x in leaves]
     return leaves[0] if isinstance(result, Tensor) and not shared else Views(leaves, tree, shared)
 
 
@@ -224,6 +237,7 @@ def alone() -> Iterator[None]:
             stack.enter_context(temporarily_clear_interpreter_stack())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())  # as within it
         yield
 
 
@@ -264,6 +278,8 @@ def moved(name: str, args: Any, kwargs: dict[str, Any], device: str) -> tuple[An
 def element(tensor: Tensor, index: Any) -> Tensor:
     """``tensor[index]`` without reading the values of an index that is a tensor."""
     given = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given)):
+        given = tuple([_listed(item) for item in given])
     tensors = [item for item in given if isinstance(item, Tensor)]
     if not tensors:
         return tensor[index]
@@ -274,12 +290,6 @@ def element(tensor: Tensor, index: Any) -> Tensor:
                 numbers=f"index of {item.dtype}, shape {tuple(item.shape)}",
                 way_out="torch.where, or integer positions",
             )
-    if any(isinstance(item, (list, range)) for item in given):
-        refuse(
-            "a tensor is indexed by a list beside a tensor",
-            numbers=f"index of {len(given)} parts",
-            way_out="torch.tensor(list)",
-        )
     view = tensor[tuple([slice(None) if isinstance(item, Tensor) else item for item in given])]
     places: list[Tensor | None] = []
     dims = sum([item is not None and item is not Ellipsis for item in given])
@@ -292,6 +302,19 @@ def element(tensor: Tensor, index: Any) -> Tensor:
             places.append(None)
     result: Tensor = torch.ops.aten.index.Tensor(view, places)
     return result
+
+
+def _listed(item: Any) -> Any:
+    """A list of an index as a tensor."""
+    if not isinstance(item, (list, range)):
+        return item
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(item))):
+        refuse(
+            "a tensor is indexed by a list that contains tensors",
+            numbers=f"a list of {len(item)}",
+            way_out="torch.stack(list)",
+        )
+    return torch.tensor(item)
 
 
 def name_of(func: Any) -> str:

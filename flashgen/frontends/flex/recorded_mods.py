@@ -111,22 +111,34 @@ class Notes:
             self.names[place] = self.names[place] or known.get(id(tensor), "")
 
 
+def uncompiled(mod: Mod | None) -> Mod | None:
+    """The function of which torch.compile has made a mod, and which computes the same."""
+    if mod is None or not hasattr(mod, "_torchdynamo_orig_callable"):
+        return mod
+    from torch._dynamo.eval_frame import innermost_fn
+
+    found: Mod = innermost_fn(mod)
+    return found
+
+
 def record(
     mask_mod: Mod | None,
     score_mod: Mod | None,
     device: torch.device,
     notes: Notes | None = None,
+    learned: bool = False,
 ) -> Record:
     """Executes mods once and records their operations.
 
     Args:
         device: the device of the queries.
         notes: where to note the user's lines too.
+        learned: whether scores require gradients.
 
     Raises:
         SpecError: a mod raises an exception, or does what cannot be recorded.
     """
-    recorder = Recorder(device, notes)
+    recorder = Recorder(device, notes, learned)
     mods = (
         _recorded(recorder, "mask_mod", mask_mod, POSITIONS),
         _recorded(recorder, "score_mod", score_mod, SCORE_AND_POSITIONS),

@@ -148,16 +148,20 @@ class Recorder(TorchFunctionMode):
     Args:
         device: the device of the queries.
         notes: is called with the recorder after each operation.
+        learned: whether scores require gradients.
 
     Attributes:
         operations, numbers, made: as in a `Record`.
         read: the tensors that are read.
     """
 
-    def __init__(self, device: torch.device, notes: Notes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, notes: Notes | None = None, learned: bool = False
+    ) -> None:
         super().__init__()
         self.device = device
         self.notes = notes
+        self.learned = learned
         self.operations: list[Operation] = []
         self.numbers: list[int | float] = []
         self.read: list[Tensor] = []
@@ -180,7 +184,8 @@ class Recorder(TorchFunctionMode):
             made = [torch.zeros((), dtype=dtype, device=self.device) for dtype in dtypes]
             self._known.extend(made)
             return made
-        return [self._stand_in(Kind(dtype, ())) for dtype in dtypes]
+        learned = [self.learned and dtype.is_floating_point for dtype in dtypes]
+        return [self._stand_in(Kind(x, (), y)) for x, y in zip(dtypes, learned, strict=True)]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -287,7 +292,7 @@ class Recorder(TorchFunctionMode):
             function = type(tensor).__torch_function__
             if getattr(function, "__func__", function) not in _FUNCTIONS:
                 StandIn.__torch_dispatch__(f"operations of a {type(tensor).__name__}", ())
-            self._kinds.append(Kind(tensor.dtype, tensor.shape))
+            self._kinds.append(Kind.of(tensor))
             self._number[id(tensor)] = number
         self._known.append(tensor)
         self.read.append(tensor)
@@ -311,10 +316,14 @@ class Recorder(TorchFunctionMode):
         if type(func) is FunctionType:  # one in Python, which calls others
             checked_name(func)
         kinds = tuple([self._kinds[number] for number in self._operands])
-        signature = operation, kinds, self._default_dtype
+        signature = operation, kinds, self._default_dtype, torch.is_grad_enabled()
         found = _results.get(signature)
         if found is None:
-            found = inferred(func, args, kwargs)
+            try:
+                found = inferred(func, args, kwargs)
+            except RuntimeError:  # also of operations without a slope, such as sums of integers
+                with torch.no_grad():
+                    found = inferred(func, args, kwargs)
             if len(_results) >= _MOST_RESULTS:
                 _results.clear()
             _results[signature] = found
@@ -330,6 +339,9 @@ class Recorder(TorchFunctionMode):
             held = type(self._known[number]) is not StandIn or number in self._shared
             if found.changed and held:
                 refuse_write(name_of(func))
+            if found.changed and found.learned:
+                self._known[number].requires_grad_()
+                self._kinds[number] = self._kinds[number]._replace(learned=True)
             if number in self._constants:
                 self._constants.add(len(self._known))
             self._known.append(self._known[number])
@@ -343,9 +355,13 @@ class Recorder(TorchFunctionMode):
         return pytree.tree_unflatten(leaves, found.tree)
 
     def _stand_in(self, kind: Kind) -> Tensor:
-        dtype, shape = kind
+        dtype, shape, learned = kind
         made: Tensor = Tensor._make_wrapper_subclass(
-            StandIn, shape, dtype=dtype, device=self.device, requires_grad=dtype.is_floating_point
+            StandIn,
+            shape,
+            dtype=dtype,
+            device=self.device,
+            requires_grad=learned,
         )
         self._number[id(made)] = len(self._known)
         self._known.append(made)
@@ -367,5 +383,5 @@ class Recorder(TorchFunctionMode):
             self._constants.add(number)
             self.made[number] = tensor
             self._known.append(tensor)
-            self._kinds.append(Kind(tensor.dtype, tensor.shape))
+            self._kinds.append(Kind.of(tensor))
         return result

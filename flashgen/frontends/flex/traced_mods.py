@@ -39,20 +39,26 @@ _TORCH_NAMES = ("or_mask", "and_mask", "noop_mask")
 
 
 class CallSizes(NamedTuple):
-    """The sizes of a call on which traced expressions may depend."""
+    """The sizes of a call on which traced expressions may depend.
+
+    Attributes:
+        learned: whether scores require gradients, which a mod may read.
+    """
 
     batch: int
     heads: int
     seq_q: int
     seq_k: int
     device: torch.device
+    learned: bool = False
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, device: torch.device) -> CallSizes:
         """Those of a call; for a symbol the largest one, so that expressions rely on no smaller."""
         sizes = *query.shape[:3], key.shape[2]
         batch, heads, seq_q, seq_k = (x if type(x) is int else POSITION_LIMIT for x in sizes)
-        return cls(batch, heads, seq_q, seq_k, device)
+        learned = torch.is_grad_enabled() and (is_differentiated(query) or is_differentiated(key))
+        return cls(batch, heads, seq_q, seq_k, device, learned)
 
     @property
     def bounds(self) -> Mapping[sympy.Symbol, Limits]:

@@ -268,6 +268,18 @@ def _diagonal(
     return to.array(at)
 
 
+def _unfold(to: Result, /, x: TracedArray, dim: int, size: int, step: int) -> TracedArray:
+    place = _dim(x, dim)
+    to.tracer.rigid = True
+
+    def at(i: tuple[Index, ...]) -> Entry:
+        if not x.shape:
+            return x.entry
+        return x.at((*i[:place], i[place] * step + i[-1], *i[place + 1 : -1]))
+
+    return to.array(at)
+
+
 def _gather(to: Result, /, x: TracedArray, dim: int, index: TracedArray, **_: Any) -> TracedArray:
     """An element of ``x`` for each of ``index``, of which other dimensions may be shorter."""
     place = _dim(x, dim)
@@ -317,6 +329,7 @@ RULES: dict[str, Rule] = {
     "unbind": _unbind,
     "split_with_sizes": _split,
     "diagonal": _diagonal,
+    "unfold": _unfold,
     "gather": _gather,
     "detach": _detached,
     "scalar_tensor": lambda to, value, **_: single(literal(value), to.dtype),
