@@ -194,3 +194,16 @@ def test_tensors_and_numbers_of_a_mask_that_change_are_seen() -> None:
         check(made, live, same)
     for width[0] in (100, 150, 400):
         check(made, live, same)
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal_mask])
+def test_blocks_on_the_meta_device_are_taken_as_they_are(mask_mod: Any) -> None:
+    given = block_mask(random_blocks(1, 1, 10), mask_mod=mask_mod).to("meta")
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in operands(*SIZES))
+    out, lse = fg.flex_attention(q, k, v, block_mask=given, return_lse=True)
+    assert out.is_meta
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    out.sum().backward()
+    assert k.grad is not None
+    assert k.grad.is_meta

@@ -157,6 +157,16 @@ def test_mods_of_torch_compile_are_those_that_they_were_made_of() -> None:
     assert torch.equal(fg.flex_attention(q, k, v, twice), doubled)
 
 
+def test_functions_of_torch_compile_in_a_mod_compile_nothing_of_the_record() -> None:
+    q, k, v = operands(1, 2, 20, 20)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda s, cap: cap * torch.tanh(s / cap), backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=2):
+        out = fg.flex_attention(q, k, v, lambda s, b, h, i, j: compiled(s, 3.0) + i - j)
+    wanted = fg.flex_attention(q, k, v, lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0) + i - j)
+    assert torch.equal(out, wanted)
+
+
 def test_torch_compile_goes_around_it() -> None:
     table = flex_mods.noise(80).requires_grad_()
     q, k, v = operands(1, 2, 20, 30)

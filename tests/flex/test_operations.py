@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import flashgen as fg
 from flashgen import SpecError
 from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.recorder import OF_OPERATORS
 from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.reference import evaluate
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q
@@ -227,10 +230,10 @@ SCORES: dict[str, Callable] = {
         + without_past(s, q, k).topk(1)[0]
     ),
     "the middle": lambda s, b, h, q, k: (
-        torch.stack([s, table[q], table[k], s + q]).median()
-        + odd[:4].median(0).indices
-        + square[:2].median(1, keepdim=True)[0][q % 2, 0]
-        + torch.nan_to_num(odd.median(), 7.0)
+        torch.stack([s, table[q], table[k]]).median()
+        + odd[:3].median(0).indices
+        + square[:2, :2].median(1, keepdim=True)[0][q % 2, 0]
+        + torch.nan_to_num(odd[2:].median(), 7.0)
         + small[:4].median(-1)[1]
         + table[ids[:3].median(0).values % SIZE]
     ),
@@ -544,6 +547,22 @@ def test_a_tensor_of_which_there_is_a_view_is_not_written() -> None:
         return view
 
     assert "writes into a tensor" in refusal_of(mod).what
+
+
+@pytest.mark.parametrize("function", OF_OPERATORS, ids=lambda function: function.__name__)
+def test_functions_of_pythons_operators_are_those_that_torch_applies(function: Callable) -> None:
+    passed = []
+
+    class Passed(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            passed.append(func)
+            return func(*args, **(kwargs or {}))
+
+    unary = function in (operator.neg, operator.pos, operator.abs, operator.invert)
+    x = torch.tensor([1, 2, 1])
+    with Passed():
+        function(x, *([] if unary else [x]))
+    assert passed == [OF_OPERATORS[function]]
 
 
 def test_whether_a_value_requires_gradients_is_as_in_torch() -> None:

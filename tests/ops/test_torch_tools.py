@@ -53,6 +53,20 @@ def test_jit_trace_is_refused_with_what_replaces_it(call):
     assert "torch.export" in caught.value.way_out
 
 
+@pytest.mark.parametrize("call", [flex, fg.attention(SPEC)], ids=["flex_attention", "attention"])
+def test_fx_symbolic_trace_is_refused_with_what_replaces_it(call):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return call(q, k, v)
+
+    with pytest.raises(InputError, match=r"torch\.fx\.symbolic_trace cannot record") as caught:
+        torch.fx.symbolic_trace(Layer())
+    assert "torch.export.export" in caught.value.way_out
+    program = torch.export.export(Layer(), operands()).module()
+    given = operands()
+    torch.testing.assert_close(program(*given), call(*given))
+
+
 @pytest.mark.parametrize("dim_v", [16, 8])
 def test_the_flop_counter_counts_attention_as_torch_counts_its_own(dim_v):
     op = fg.attention(SPEC.replace(head_dim_v=dim_v))

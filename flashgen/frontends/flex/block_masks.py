@@ -148,8 +148,8 @@ def layout_beside_mask(
     """The block-sparse layout to apply beside the mask; None where the blocks follow from the mask.
 
     The comparison is made anew whenever the lists of the BlockMask, or tensors and numbers of its
-    mask_mod, have changed. While torch.export traces, they have no elements, and the blocks are
-    followed without a comparison.
+    mask_mod, have changed. While torch.export traces, and on meta tensors, they have no elements,
+    and the blocks are followed without a comparison.
 
     Args:
         block_mask: a BlockMask that has been checked and has blocks.
@@ -170,7 +170,7 @@ def layout_beside_mask(
             given[name] = location.of(record).shape[dim]
     numbers = sizes, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.shape), *given.values()
     tensors = [*lists, *captured.values()]
-    if any(is_fake(tensor) for tensor in tensors if tensor is not None):
+    if any(tensor.is_meta or is_fake(tensor) for tensor in tensors if tensor is not None):
         return followed(block_mask)
     return _compared(block_mask, reading, tensors, {**captured, **given}, numbers)
 

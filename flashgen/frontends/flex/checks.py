@@ -8,7 +8,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import runs_while_traced, shape_of, shown
+from flashgen.calls.runtime.arguments.refusals import (
+    refuse_fx_trace,
+    runs_while_traced,
+    shape_of,
+    shown,
+)
 from flashgen.shared.dtypes import OPERAND_DTYPES
 from flashgen.shared.errors import InputError
 
@@ -113,6 +118,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
                 "without projections",
             )
         if not isinstance(tensor, torch.Tensor):
+            refuse_fx_trace(tensor)
             _refuse(
                 FlexValueError,
                 f"{name} is not a torch tensor",

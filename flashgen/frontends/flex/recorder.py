@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from flashgen.calls.runtime.arguments.refusals import untraced
 from flashgen.frontends.flex.operation_results import (
     BY_KIND,
     NO_TENSOR,
@@ -51,6 +52,19 @@ _FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_funct
 
 _PLAIN = (type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
+
+_NAMED = ("add", "sub", "mul", "matmul", "neg", "abs", "lt", "le", "gt", "ge", "ne")
+_DUNDER = ("getitem", "floordiv", "and_", "or_", "xor", "invert", "lshift", "rshift", "pow", "eq")
+
+OF_OPERATORS: dict[Any, Callable[..., Any]] = {
+    **{getattr(operator, name): getattr(Tensor, name) for name in _NAMED},
+    **{getattr(operator, n): getattr(Tensor, f"__{n.removesuffix('_')}__") for n in _DUNDER},
+    operator.truediv: Tensor.div,
+    operator.mod: Tensor.remainder,
+    operator.pos: Tensor.positive,
+}
+"""The functions that torch applies for Python's operators, which are passed in their place in
+torch.export with strict=True."""
 
 _MOST_RESULTS = 1 << 14
 """The number of operations of which the shapes of the results are kept."""
@@ -190,18 +204,26 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is operator.getitem:  # in place of the method, in torch.export with strict=True
-            func = Tensor.__getitem__
+        if self._executes:
+            return self._noted_operation(func, args, kwargs or {})
+        return self._apart(func, args, kwargs or {})
+
+    @untraced("it runs below functions of torch.compile that a mod calls")
+    def _apart(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self._noted_operation(func, args, kwargs)
+
+    def _noted_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        func = OF_OPERATORS.get(func, func)
         self._operands = []
         before, known = len(self.numbers), len(self._known)
         given = self.noted(args), self.noted(kwargs) if kwargs else ("dict",)
         read = len(self._known) - known
         if self._executes:
-            result = self._executed(func, args, kwargs or {})
+            result = self._executed(func, args, kwargs)
         else:
             some = len(self.numbers) > before and func not in BY_KIND
             numbers = tuple(self.numbers[before:]) if some else ()
-            result = self._result((func, given, numbers), args, kwargs or {})
+            result = self._result((func, given, numbers), args, kwargs)
         results = len(self._known) - known - read
         if results or (func is torch._C._set_grad_enabled and self._learns):
             self.operations.append(Operation(func, *given, results))

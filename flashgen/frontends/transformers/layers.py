@@ -157,8 +157,9 @@ _disable: Any = torch.compiler.disable  # torch's has no types
 _name_of_new: Callable[..., str] = _disable(
     _traced_name,
     reason="torch.compile meets a mask that has not been traced to an expression yet; with "
-    "fullgraph=True, it needs one call of the model that is not compiled, with the same inputs: "
-    "padding or none, a cache or none, packed sequences or none; torch.export needs strict=False",
+    "fullgraph=True, as in torch.export with strict=True, it needs one call of the model that is "
+    "not compiled, with the same inputs: padding or none, a cache or none, packed sequences or "
+    "none",
 )
 
 

@@ -122,12 +122,24 @@ def untraced(reason: str) -> Callable[[Call], Call]:
 def refuse_jit_trace() -> None:
     """Raises InputError while torch.jit.trace records a call: it would record sizes as numbers."""
     if torch._C._get_tracing_state() is not None:
-        refuse(
-            "torch.jit.trace cannot record a call of flashgen",
-            "the function that is traced",
-            "it records the sizes and options of one call as constants",
-            "torch.export.export or torch.compile, which record the operator as one node",
+        _refuse_trace(
+            "torch.jit.trace", "it records the sizes and options of one call as constants"
         )
+
+
+def refuse_fx_trace(value: object) -> None:
+    """Raises InputError for what torch.fx.symbolic_trace passes: it has no shape and no dtype."""
+    if type(value).__module__ == "torch.fx.proxy":
+        _refuse_trace("torch.fx.symbolic_trace", f"given a {type(value).__name__} for a tensor")
+
+
+def _refuse_trace(tracer: str, numbers: str) -> NoReturn:
+    refuse(
+        f"{tracer} cannot record a call of flashgen",
+        "the function that is traced",
+        numbers,
+        "torch.export.export or torch.compile, which record the operator as one node",
+    )
 
 
 def check_is_tensor(
@@ -148,6 +160,7 @@ def check_is_tensor(
         local: whether a DTensor is refused.
     """
     if not isinstance(value, torch.Tensor):
+        refuse_fx_trace(value)
         refuse(
             f"{name} is not a torch tensor",
             where or f"argument {name}",
