@@ -223,8 +223,8 @@ def merge(source: Path, target: Path) -> int:
 
 def latest(rows: list[dict[str, str]], device: str = "gpu") -> list[dict[str, str]]:
     """The rows of the newest run on a device."""
-    runs = [row["run"] for row in rows if row["device"] == device]
-    return [row for row in rows if runs and row["run"] == max(runs)]
+    newest = max((row["run"] for row in rows if row["device"] == device), default=None)
+    return [row for row in rows if row["run"] == newest]
 
 
 def newest_of_cases(rows: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -6,13 +6,23 @@ code, and with the facts below, by which all other parts of the emulator handle 
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ptx_emulator.ptx.syntax import Group, Imm, Instruction, Mem, Not, Operand, Pair, Reg, Vec
+from ptx_emulator.ptx.syntax import (
+    Imm,
+    Instruction,
+    LabelRef,
+    Mem,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Sink,
+    Special,
+    Sym,
+)
 
 OfThis = Callable[[Instruction], bool]
 
@@ -122,20 +132,23 @@ def registers_in(operand: Operand) -> list[int]:
     """Numbers of all registers of an operand."""
     if isinstance(operand, Reg):
         return [operand.index]
+    if isinstance(operand, (Imm, Special, Sym, LabelRef, Sink)):
+        return []
     if isinstance(operand, Not):
         return [operand.reg.index]
     if isinstance(operand, Mem):
         return [r for item in (operand.base, *operand.coordinates) for r in registers_in(item)]
     if isinstance(operand, Pair):
         return registers_in(operand.first) + registers_in(operand.second)
-    if isinstance(operand, (Vec, Group)):
-        return [r for item in operand.items for r in registers_in(item)]
-    return []
+    return [r for item in operand.items for r in registers_in(item)]
 
 
 def mask_of(registers: list[int]) -> int:
     """A bit mask of registers."""
-    return functools.reduce(operator.or_, (1 << register for register in registers), 0)
+    mask = 0
+    for register in registers:
+        mask |= 1 << register
+    return mask
 
 
 def bits_of(mask: int) -> tuple[int, ...]:
@@ -201,17 +214,19 @@ class Accesses(NamedTuple):
 def find_accesses(code: list[Instruction]) -> Accesses:
     """The accesses of flat code."""
 
-    def those(which: Callable[[Instruction], bool]) -> frozenset[int]:
-        return frozenset(pc for pc, ins in enumerate(code) if which(ins))
+    def those(
+        which: Callable[[Instruction], bool], among: Iterable[int] = range(len(code))
+    ) -> frozenset[int]:
+        return frozenset(pc for pc in among if which(code[pc]))
 
     accesses = [of(ins) for ins in code if (of := opcode_of(ins).accesses) is not None]
     shared, device = (min(sizes) for sizes in zip((16, 16), *accesses, strict=True))
     strong = those(lambda ins: fact("strong", ins))
-    volatile = those(lambda ins: "volatile" in ins.mods) & strong
+    volatile = those(lambda ins: "volatile" in ins.mods, strong)
     orders = {"acquire", "acq_rel", "volatile"}
-    relaxed = those(lambda ins: ins.op in ("ld", "atom") and orders.isdisjoint(ins.mods)) & strong
-    releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods)) & strong
-    narrow = those(lambda ins: not {"cta", "cluster"}.isdisjoint(ins.mods)) & strong
+    relaxed = those(lambda ins: ins.op in ("ld", "atom") and orders.isdisjoint(ins.mods), strong)
+    releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods), strong)
+    narrow = those(lambda ins: not {"cta", "cluster"}.isdisjoint(ins.mods), strong)
     read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
     guesses = _compared(code) - strong - read_only
     between_threads = any(may_access_between_threads(ins) for ins in code)

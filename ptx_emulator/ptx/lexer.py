@@ -126,6 +126,7 @@ _LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
     {"+": operator.add, "-": operator.sub},
     {"*": operator.mul, "/": _quotient, "%": lambda a, b: a - _quotient(a, b) * b},
 )
+_ENDS = frozenset(",;]}")  # after an operand
 _TRUTHS = {sign for level in (0, 1, 5, 6) for sign in _LEVELS[level]}  # 0 or 1, of .s64
 _PRODUCTS = len(_LEVELS) - 1
 _UNARY: dict[str, Callable[[int], int]] = {
@@ -184,6 +185,9 @@ class Cursor:
 
     def immediate(self) -> Imm:
         """A constant expression: of integers with all operators, of a float with a sign."""
+        if self.kinds[self.at] == "number" and self.texts[self.at + 1] in _ENDS:  # most of them
+            self.at += 1
+            return number(self.texts[self.at - 1])
         test = self._binary(0)
         if not self.accept("?"):
             return test

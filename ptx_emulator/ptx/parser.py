@@ -296,11 +296,12 @@ class _Parser(Cursor):
         op, *mods = self.take().split(".")
         self.calls = op == "call"
         operands: list[Operand] = []
-        while self.peek() != ";":
+        while self.texts[self.at] != ";":
             operands.append(self.operand())
-            if not self.accept(","):
+            if self.texts[self.at] != ",":
                 break
-            if self.peek() == ";":
+            self.at += 1
+            if self.texts[self.at] == ";":
                 raise self.fail("expected an operand")
         place = (self.line, self.outer, begin, self.positions[self.at])
         self.take(";")
@@ -310,10 +311,16 @@ class _Parser(Cursor):
 
     def operand(self) -> Operand:
         first = self.simple_operand()
-        return syntax.Pair(first, self.simple_operand()) if self.accept("|") else first
+        if self.texts[self.at] != "|":
+            return first
+        self.at += 1
+        return syntax.Pair(first, self.simple_operand())
 
     def simple_operand(self) -> Operand:
         text = self.texts[self.at]
+        if (reg := self.scope.registers.get(text)) is not None:
+            self.at += 1
+            return reg
         if self.kinds[self.at] == "name" and text != WARP_SIZE:
             self.at += 1
             return self.named(text)
@@ -325,10 +332,10 @@ class _Parser(Cursor):
             return self.memory()
         if text == "!" and self.kinds[self.at + 1] == "name":
             self.at += 1
-            reg = self.named(self.take())
-            if not isinstance(reg, Reg):
+            negated = self.named(self.take())
+            if not isinstance(negated, Reg):
                 raise self.fail("only a predicate register can be negated")
-            return syntax.Not(reg)
+            return syntax.Not(negated)
         return self.immediate()
 
     def list_until(self, close: str) -> tuple[Operand, ...]:

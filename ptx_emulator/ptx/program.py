@@ -282,20 +282,32 @@ class PtxProgram:
         starts = sorted(s for s in self.leaders if s < count)
         ends = [*starts[1:], count]
         self.live = live = [0] * (count + 1)
+        # Each stretch as a whole first, until nothing changes: what it overwrites, and what it
+        # reads before that.
+        stretches = []
+        for start, end in zip(reversed(starts), reversed(ends), strict=True):
+            killed, read = 0, 0
+            for pc in range(end - 1, start - 1, -1):
+                killed |= writes[pc]
+                read = (read & ~writes[pc]) | reads[pc]
+            stretches.append((start, end, self.successors(end - 1), ~killed, read))
         changed = True
         while changed:
             changed = False
-            for start, end in zip(reversed(starts), reversed(ends), strict=True):
+            for start, _, after, kept, read in stretches:
                 state = 0
-                for target in self.successors(end - 1):
+                for target in after:
                     state |= live[target]
-                for pc in range(end - 1, start - 1, -1):
-                    state = (state & ~writes[pc]) | reads[pc]
-                    if pc > start:
-                        live[pc] = state
+                state = (state & kept) | read
                 if state != live[start]:
                     live[start] = state
                     changed = True
+        for start, end, after, _, _ in stretches:
+            state = 0
+            for target in after:
+                state |= live[target]
+            for pc in range(end - 1, start, -1):
+                live[pc] = state = (state & ~writes[pc]) | reads[pc]
         self.writes, self.reads = writes, reads
         self.maybe_undefined = live[0]
 

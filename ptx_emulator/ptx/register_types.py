@@ -6,8 +6,9 @@ the bits as the type they need; choosing the most frequent type makes such views
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from ptx_emulator.ptx.instructions import registers_in
 from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, Mem, Not, Operand, Pair
@@ -37,43 +38,49 @@ def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
             index = parent[index]
         return index
 
-    votes: list[Counter[str]] = [Counter() for _ in kinds]
-
-    def vote(operand: Operand, kind: str) -> None:
-        for reg in _plain(operand):
-            if TYPE_BYTES[kinds[reg]] == TYPE_BYTES.get(kind) and kind[0] != "b":
-                votes[reg][DTYPE[kind]] += 1
-
+    # Of the registers that have a choice; others are the most, and need no votes.
+    sizes = [0 if kind in _FIXED else TYPE_BYTES[kind] for kind in kinds]
+    votes: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for ins in code:
-        types = [m for m in ins.mods if m in TYPE_BYTES and m != "pred"]
+        types = _types(ins.mods)
         if not types:
             continue
         if ins.op in _MOVES:
-            regs = [r for o in ins.operands for r in _plain(o)]
             size = TYPE_BYTES[types[-1]]
-            regs = [r for r in regs if kinds[r] not in _FIXED and TYPE_BYTES[kinds[r]] == size]
+            regs = [r for o in ins.operands for r in _plain(o) if sizes[r] == size]
             for other in regs[1:]:
                 parent[root(other)] = root(regs[0])
-            if any(kinds[reg] == "f32" for o in ins.operands[:1] for reg in _plain(o)[:1]):
+            if regs and any(kinds[reg] == "f32" for o in ins.operands[:1] for reg in _plain(o)[:1]):
                 for reg in regs:
                     votes[reg]["f4"] += 1
         else:
-            _vote(ins, types, vote)
-    total: dict[int, Counter[str]] = {}
-    for index, counter in enumerate(votes):
-        total.setdefault(root(index), Counter()).update(counter)
+            for operand, kind in _votes(ins, types):
+                size = TYPE_BYTES.get(kind, -1)
+                for reg in _plain(operand) if kind[0] != "b" else ():
+                    if sizes[reg] == size:
+                        votes[reg][DTYPE[kind]] += 1
+    total: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    for index, counter in votes.items():
+        total[root(index)].update(counter)
     found = []
     for place, kind in enumerate(kinds):
+        if kind in _FIXED:
+            found.append(DTYPE[kind])
+            continue
         width = str(TYPE_BYTES[kind])
         polled = [(count, code) for code, count in total[root(place)].items() if code[1:] == width]
-        best = max(polled)[1] if polled else "u" + width
-        found.append(DTYPE[kind] if kind in _FIXED else best)
+        found.append(max(polled)[1] if polled else "u" + width)
     found.append("u4")  # the carry flag
     return found
 
 
-def _vote(ins: Instruction, types: list[str], vote: Callable[[Operand, str], None]) -> None:
-    """Votes for the operands of an instruction that is no move."""
+@functools.cache
+def _types(mods: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(m for m in mods if m in TYPE_BYTES and m != "pred")
+
+
+def _votes(ins: Instruction, types: tuple[str, ...]) -> Iterator[tuple[Operand, str]]:
+    """The types for which an instruction that is no move votes, with the operands."""
     first, last, others = types[0], types[-1], ins.operands[1:]
     if "wide" in ins.mods:
         last, first, others = first, first[0] + str(16 * TYPE_BYTES[first]), others[:2]
@@ -82,7 +89,7 @@ def _vote(ins: Instruction, types: list[str], vote: Callable[[Operand, str], Non
     elif ins.op != "cvt":
         first = last
     for place, operand in enumerate((*ins.operands[:1], *others)):
-        vote(operand, last if place else first)
+        yield operand, last if place else first
 
 
 def _plain(operand: Operand) -> list[int]:

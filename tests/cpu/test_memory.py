@@ -133,7 +133,7 @@ def test_peak_memory_grows_linearly(name: str) -> None:
 def test_the_tangent_passes_grow_linearly_too() -> None:
     spec = SPECS["window and softcap in bfloat16"]
     peaks = []
-    for n in LENGTHS[1:]:
+    for n in LENGTHS[1:3]:
         q, k, v = Case(n, n, 1, 2, 1, spec.dtype, spec.head_dim).tensors()
         given, moving = arguments(spec, q), Tangents(q, k, v)
         out, lse = cpu.forward(spec, q, k, v, given)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import returned_by, run_ranks, run_ranks_once
+from tests.support.ranks import returned_by, run_ranks
 
 CASES = "tests.support.dtensor_cases"
 COMPARED = (
@@ -22,6 +21,7 @@ COMPARED = (
     "torch_functions",
     "compiled_by_name",
 )
+OF_TWO = tuple(f"{CASES}:{case}" for case in (*COMPARED, "refused"))
 REFUSED = {
     "sequence": "flashgen.distributed.attention(op, q.to_local()",
     "compiled sequence": "placements (Shard(dim=2),) of the mesh (2,)",
@@ -48,14 +48,8 @@ Returned = Callable[[str], list[Any]]
 
 
 @pytest.fixture
-def returned(folder_of_run: Path) -> Returned:
-    """What two ranks returned for a case; they execute all, because their imports take seconds."""
-
-    def of(case: str) -> list[Any]:
-        cases = [f"{CASES}:{each}" for each in (*COMPARED, "refused")]
-        return returned_by(run_ranks_once(folder_of_run, 2, cases), f"{CASES}:{case}")
-
-    return of
+def returned(of_two: Returned) -> Returned:
+    return lambda case: of_two(f"{CASES}:{case}")
 
 
 @pytest.mark.parametrize("case", COMPARED)

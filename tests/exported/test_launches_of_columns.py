@@ -27,11 +27,11 @@ class Both:
 
     def __init__(self, folder: Path, name: str, arch: str, **changes: Any) -> None:
         options = {key: changes.pop(key) for key in ("backward", "calls") if key in changes}
-        self.spec = fg.load(spec_path(name)).replace(dtype="bfloat16", **changes)
+        self.spec = fg.load(spec_path(name)).replace(**{"dtype": "bfloat16"} | changes)
         self.arch = arch
         export(ExportRequest(spec=self.spec, archs=(arch,), **options), folder)
         self.ops = fg.load_export(folder), fg.attention(self.spec)
-        case = Case(33, 40, 1, 2, 1, "bfloat16", self.spec.head_dim, self.spec.head_dim_v)
+        case = Case(33, 40, 1, 2, 1, self.spec.dtype, self.spec.head_dim, self.spec.head_dim_v)
         self.qkv = case.tensors(seed=2)
         found = captured_of(spec_path(name), case)
         self.captures = found["scalars"] | found["tensors"]
@@ -69,7 +69,7 @@ def same(found: list[list[torch.Tensor]]) -> bool:
 
 
 def test_launches_of_some_columns_have_the_bits_of_the_spec(tmp_path: Path) -> None:
-    both = Both(tmp_path / "export", "causal", "sm_80", **IN_PARTS)
+    both = Both(tmp_path / "export", "causal", "sm_80", dtype="float16", **IN_PARTS)
     assert same(both.forward())
     assert both.columns == [208, 184]
 

@@ -127,14 +127,14 @@ def test_layers_with_numbers_and_parameters_of_their_own_share_kernels(registere
         def forward(self, q, k, v):
             return flex_attention(q, k, v, self.score)
 
-    layers = [Layer(slope, seed) for seed, slope in enumerate((1.5, 1.25, 0.75, 0.5))]
+    layers = [Layer(slope, seed) for seed, slope in enumerate((1.5, 1.25, 0.75))]
     q, k, v = operands()
 
     def user(q, k, v):
         return [layer(q, k, v) for layer in layers]
 
     names = [name for name in graph_of(user, q, k, v) if name.startswith("flashgen.")]
-    assert len(names) == 4
+    assert len(names) == 3
     assert len(set(names)) == 2  # the first value is a constant, the others are scalars
     torch._dynamo.reset()
     wanted = [expected(q, k, v, layer.score)[0] for layer in layers]

@@ -112,8 +112,8 @@ def test_unaligned_caches_are_read_code_by_code() -> None:
 
 
 def test_keys_and_values_are_each_aligned_to_what_is_copied_of_their_rows() -> None:
-    """Of rows of 40 codes 8 are copied at once, and of rows of 96 codes 16."""
-    call = Coded.of(coded("int8", head_dim=40, head_dim_v=96))
+    """Of rows of 40 codes 8 are copied at once, and of rows of 16 codes 16."""
+    call = Coded.of(coded("int8", head_dim=40, head_dim_v=16))
     k, v = (
         torch.zeros(*x.shape[:3], x.shape[3] + 8, dtype=x.dtype)[..., 8:] for x in (call.k, call.v)
     )
@@ -154,7 +154,7 @@ def test_integer_codes_are_all_decoded_with_small_and_with_large_scales() -> Non
 @pytest.mark.parametrize("kv_dtype", one_in(3, KV_DTYPES, list(KV_DTYPES).index("float8_e4m3fn")))
 def test_the_conversion_of_each_architecture_has_one_place(kv_dtype: str) -> None:
     for arch, has in (("sm_80", False), ("sm_89", True), ("sm_90a", True)):
-        ptx = build(split(coded(kv_dtype)), arch).ptx
+        ptx = build(split(coded(kv_dtype, head_dim=16, head_dim_v=16)), arch).ptx
         assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (has and kv_dtype == "float8_e4m3fn")
 
 

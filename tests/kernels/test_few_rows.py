@@ -101,7 +101,7 @@ def rows_of(run: ForwardRun, block_q: int) -> ForwardRun:
 @pytest.mark.parametrize(
     ("name", "queries", "heads"),
     [
-        ("causal", 3, (8, 2)),
+        ("causal", 3, (4, 1)),
         slow("causal", 1, (8, 2)),
         slow("causal", 5, (7, 1)),
         slow("softcap", 1, (8, 2)),
@@ -133,7 +133,7 @@ def test_few_rows_have_the_bits_of_a_prefill(
 @pytest.mark.parametrize(("arch", "rows"), [("sm_80", 16), ("sm_90a", 64)])
 @pytest.mark.parametrize("queries", [1, slow(3)])
 def test_pages_change_no_bit_of_few_rows(queries: int, arch: str, rows: int) -> None:
-    of = Sequences.of((queries, queries), (300, 77), heads=(8, 2))
+    of = Sequences.of((queries, queries), (300, 77), heads=(4, 1))
     call = Paged(CAUSAL.replace(paged=True), of, how=how(arch))
     run = rows_of(call.judged(), rows)
     for b, (out, lse) in enumerate(call.parts(run)):

@@ -24,9 +24,9 @@ SIZES = (2, 4, 2, 10, 40)
 def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, heads_kv, seq_q, seq_k = SIZES
     return (
-        normal((batch, heads, seq_q, 32), dtype, 1),
-        normal((batch, heads_kv, seq_k, 32), dtype, 2),
-        normal((batch, heads_kv, seq_k, 32), dtype, 3),
+        normal((batch, heads, seq_q, 16), dtype, 1),
+        normal((batch, heads_kv, seq_k, 16), dtype, 2),
+        normal((batch, heads_kv, seq_k, 16), dtype, 3),
     )
 
 
@@ -38,7 +38,7 @@ def layout_of(lists: dict[str, Tensor]) -> Any:
     return fg.Layout.from_lists(*lists.values())
 
 
-SPEC = spec_of(2, 8, head_dim=32, dtype="float32")
+SPEC = spec_of(2, 8, head_dim=16, dtype="float32")
 
 
 @pytest.mark.parametrize("backend", ["tiled", slow("emulator")])
@@ -80,7 +80,7 @@ def test_learned_tensors_have_gradients_where_they_are_needed(needed: bool, back
 
 @pytest.mark.parametrize(("block_k", "needed"), [(8, False), slow(8, True), slow(16, True)])
 def test_mods_have_the_random_numbers_of_the_call(block_k: int, needed: bool) -> None:
-    spec = spec_of(2, block_k, head_dim=32, dtype="float32").replace(
+    spec = spec_of(2, block_k, head_dim=16, dtype="float32").replace(
         mask_mod=lambda b, h, q, k: fg.rand(b, h, q, k) >= 0.3
     )
     call = {"layout": layout_of(lists_of(spec)), "rng": torch.tensor([7, 4])}
@@ -155,7 +155,7 @@ def test_statistics_of_rows_are_those_of_the_listed_keys() -> None:
 def test_calls_with_statistics_have_the_gradients_of_the_output_and_of_the_entropy(
     block_k: int,
 ) -> None:
-    spec = spec_of(2, block_k, head_dim=32, dtype="float32")
+    spec = spec_of(2, block_k, head_dim=16, dtype="float32")
     op, layout = fg.attention(spec), layout_of(lists_of(spec))
     request = fg.AuxRequest(max_scores=True, entropy=True)
     found = []

@@ -79,11 +79,13 @@ def without_encoding(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        function = ast.unparse(node.func)
-        name = function.rpartition(".")[2]
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        files, texts = ("open", "fdopen"), ("read_text", "write_text")
+        if name not in (*files, *texts) and "text" not in [each.arg for each in node.keywords]:
+            continue
         given = {each.arg: ast.unparse(each.value) for each in node.keywords}
-        text = name in ("read_text", "write_text") or given.get("text") == "True"
-        if name in ("open", "fdopen") and function != "os.open":
+        text = name in texts or given.get("text") == "True"
+        if name in files and ast.unparse(node.func) != "os.open":
             words = (*map(ast.unparse, node.args), *given.values())
             text = not any(re.fullmatch(r"'[rwax+]*b\+?'", each) for each in words)
         if text and "encoding" not in given:

@@ -68,7 +68,7 @@ def test_dropout_score_and_mask_leave_a_plan_for_the_largest_heads():
 
 
 def test_tiles_are_what_warps_and_row_groups_make():
-    for backward in every_backward(step=40):
+    for backward in every_backward(step=80):
         for each in searched(backward):
             owned, walked = each.block_q, each.block_k
             if each.owns_keys:
@@ -86,7 +86,7 @@ def test_tiles_are_what_warps_and_row_groups_make():
 
 
 def test_the_layout_is_the_tiles_one_after_the_other():
-    for backward in every_backward(step=40):
+    for backward in every_backward(step=80):
         for each in searched(backward):
             order, sizes = KEYS if each.owns_keys else QUERIES, tiles_of(each)
             end = 0
@@ -129,7 +129,7 @@ def test_deterministic_gradients_take_the_split_scheme_and_say_why():
 
 
 def test_the_scheme_is_the_cheaper_one_that_fits():
-    for backward in every_backward(step=40):
+    for backward in every_backward(step=80):
         other = backward_of(
             backward.kernels[0].head_dim,
             backward.kernels[0].dtype,

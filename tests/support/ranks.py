@@ -74,9 +74,10 @@ def results_of(folder: Path, rank: int) -> dict[str, tuple[Any, str]]:
 
 def _main(world: str, folder: str, names: str) -> None:
     """Starts the ranks as copies of one process that has imported what all of them need."""
-    for name in names.split(","):
+    modules = [name.partition(":")[0] for name in names.split(",")]
+    for module in (*modules, "torch._inductor.compile_fx"):  # Dynamo's, at the first compilation
         with suppress(Exception):  # each rank reports it
-            importlib.import_module(name.partition(":")[0])
+            importlib.import_module(module)
     ranks = []
     for rank in range(int(world)):
         child = os.fork()

@@ -50,6 +50,8 @@ class DeviceFunction:
 
 def printable(text: str) -> str:
     """``text`` with escapes in place of characters that are not printed, such as line breaks."""
+    if text.isprintable():  # most texts, and all of a spec without unusual names
+        return text
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
@@ -69,6 +71,8 @@ def comment(text: str, indent: str = "") -> list[str]:
     """``text`` as C++ line comments; continuation lines are indented by ``indent``."""
     text = text.expandtabs().replace("\n", " ")
     lead = text[: len(text) - len(text.lstrip())]
+    if text.isprintable() and len(text) <= COLUMNS - 3:  # most lines, without the work of wrapping
+        return [f"// {one_line(text.rstrip())}".rstrip()]
     lines = textwrap.wrap(
         text.strip(), COLUMNS - 3, initial_indent=lead, subsequent_indent=lead + indent
     )

@@ -241,7 +241,7 @@ conversions that leave a part out, read one more, or read elsewhere."""
     ("kernel", "old", "new", "after", "kind"), [BUGS[0], *(slow(*bug) for bug in BUGS[1:])]
 )
 def test_a_planted_bug_is_found(kernel: str, old: str, new: str, after: str, kind: str) -> None:
-    call = causal(Case(100, 150, 2, 3, 1, "float16", 64))
+    call = causal(Case(100, 150, 2, 3, 1, "bfloat16", 64))
     with parts_of(2), planted(kernel, old, new, after):
         if kind:
             with caught(kind) as error:
