@@ -51,6 +51,7 @@ BOUNDARIES = {"cu_seqlens_q": ends([64, 128, 64]), "cu_seqlens_k": ends([64, 128
     ("change", "what", "numbers"),
     [
         ({"cu_seqlens_q": ends([64, 64])}, "different numbers of sequences", "(3,) and (4,)"),
+        (dict.fromkeys(BOUNDARIES, ends([])[:0]), "has no elements", "(0,)"),
         ({"cu_seqlens_q": ends([64, 300, 1])}, "does not ascend", "to 365"),
         (
             {"cu_seqlens_k": torch.tensor([0, 9, 5, 20]).int()},

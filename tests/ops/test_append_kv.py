@@ -246,6 +246,30 @@ def test_values_do_not_replace_keys_unless_they_are_columns_of_them() -> None:
     fg.append_kv(v[:, :, :0], k[:, :, :0], cache, cache, slot_mapping=slots[:0])  # no rows
 
 
+def test_caches_share_storage_but_no_element_unless_values_are_the_same_columns_of_keys() -> None:
+    k, v = torch.randn(2, 1, 2, 3, 16)
+    slots = torch.tensor([5, 9, 30])
+    interleaved = torch.zeros(4, 2, 2, 8, 16)
+    fg.append_kv(k, v, interleaved[:, 0], interleaved[:, 1], slot_mapping=slots)
+    side_by_side = torch.zeros(4, 2, 8, 32)
+    fg.append_kv(k, v, *side_by_side.split(16, -1), slot_mapping=slots)
+    last = torch.zeros(4, 2, 8, 16)
+    fg.append_kv(k, k[..., 8:], last, last[..., 8:], slot_mapping=slots)
+    for slot, row in zip(slots.tolist(), range(3), strict=True):
+        page, place = divmod(slot, 8)
+        assert torch.equal(interleaved[page, :, :, place], torch.stack((k[0], v[0]))[:, :, row])
+        assert torch.equal(side_by_side[page, :, place], torch.cat((k, v), -1)[0, :, row])
+        assert torch.equal(last[page, :, place], k[0, :, row])
+    for rows, k_cache, v_cache in (
+        (v, side_by_side[..., :16], side_by_side[..., 8:24]),
+        (v, interleaved[:3, 0], interleaved[1:, 0]),  # each page of keys is the former of values
+        (k[..., 8:], last, last[..., :8]),  # other columns of the cache than of the rows
+    ):
+        with pytest.raises(fg.InputError, match="would replace what is written") as error:
+            fg.append_kv(k, rows, k_cache, v_cache, slot_mapping=slots)
+        assert "v_cache has elements of k_cache" in error.value.numbers
+
+
 @pytest.mark.parametrize(("change", "what", "argument"), WRONG)
 def test_wrong_arguments_are_named(change: dict[str, Any], what: str, argument: str) -> None:
     given = {

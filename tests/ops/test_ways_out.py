@@ -127,6 +127,45 @@ def test_an_argument_that_asks_for_something_is_not_only_left_out():
         assert way_out.endswith("op(q, k, v, window=...) computes without it")
 
 
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("spec", [PLAIN, WINDOWED])
+def test_sequences_and_pages_ask_for_a_spec_that_has_them(spec, cache):
+    op, (q, k, v) = fg.attention(spec), operands(1)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends)
+    if cache:  # the queries of both sequences see the page of their own
+        k, v = torch.cat((k, k + 1)), torch.cat((v, v + 1))
+        table = torch.tensor([[1], [0]], dtype=torch.int32)
+        lengths = torch.tensor([3, 5], dtype=torch.int32)
+        given = {"cu_seqlens_q": ends, "page_table": table, "cache_seqlens": lengths}
+    error = refusal(op, q, k, v, **CAPTURES[spec], **given)
+    out = typed(error, op=op, q=q, k=k, v=v, **given)
+    for b, (first, end) in enumerate(((0, 3), (3, 8))):
+        keys = (0, slice(first, end)) if not cache else (1 - b, slice(0, end - first))
+        own = (x[None, keys[0], :, keys[1]] for x in (k, v))
+        alone = op(q[:, :, first:end], *own, **CAPTURES[spec])
+        torch.testing.assert_close(out[:, :, first:end], alone)
+
+
+@pytest.mark.parametrize(
+    ("served", "cache"),
+    [({"packed": True}, True), ({"paged": True}, True), ({"paged": True}, False)],
+)
+def test_sequences_or_pages_ask_for_the_spec_that_has_what_is_given(served, cache):
+    op, (q, k, v) = fg.attention(PLAIN.replace(**served)), operands(1)
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends)
+    if cache:  # whose lengths are those of the keys
+        table = torch.zeros((1, 1), dtype=torch.int32)
+        given |= {"page_table": table, "cache_seqlens": ends[1:]}
+    error = refusal(op, q, k, v, **given)
+    way_out = error.way_out
+    for name in given:
+        way_out = way_out.replace(f"{name}=...", f"{name}={name}")
+    out = eval(way_out, {"fg": fg, "op": op, "q": q, "k": k, "v": v, **given})
+    torch.testing.assert_close(out, expected(PLAIN, q, k, v))
+
+
 def test_scales_of_codes_ask_for_a_cache_that_has_them():
     op = fg.attention(PLAIN.replace(dtype="float16"))
     q, k, v = (x.half() for x in operands())

@@ -17,6 +17,7 @@ from flashgen.calls.runtime.arguments.new_rows import (
     AppendOperands,
     check_append,
     check_limits,
+    distance,
     slots_of,
 )
 from flashgen.calls.runtime.backends import Target, target_of
@@ -162,7 +163,7 @@ def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any
                 ]
             ),
             operands.write_scales,
-            operands.sharing,
+            *(distance(*pair) for pair in (operands[:2], operands[2:4], operands[8:10])),
             rows,
             caches,
             backend,

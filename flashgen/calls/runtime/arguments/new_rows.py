@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from flashgen.calls.runtime.arguments.pages import with_scales
@@ -28,7 +31,7 @@ MOST_ROWS = 2**30
 
 
 COLUMNS = "columns"
-"""The values of a call are the first columns of its keys."""
+"""The values of a call are columns of its keys."""
 
 
 class AppendOperands(NamedTuple):
@@ -69,16 +72,18 @@ class AppendOperands(NamedTuple):
     @property
     def sharing(self) -> str:
         """What values have in common with keys in memory: "" for nothing; `COLUMNS` where they are
-        the first columns of the keys in both rows and caches, and are written with them; else the
+        the same columns of the keys in both rows and caches, and are written with them; else the
         name of the tensor of values that would be written over that of keys."""
         if not self.k.numel():
             return ""
         scales = self.k_scale, self.v_scale
-        if _are_columns(self.k, self.v) and _are_columns(self.k_cache, self.v_cache):
-            return COLUMNS if not self.quantises or _are_columns(*scales) else "v_scale"
-        if self.write_scales and _is_memory_of(*scales):
+        column = _first_column(self.k, self.v)
+        if column is not None and column == _first_column(self.k_cache, self.v_cache):
+            same = not self.quantises or _first_column(*scales) is not None
+            return COLUMNS if same else "v_scale"
+        if self.write_scales and _overlap(*scales):
             return "v_scale"
-        return "v_cache" if _is_memory_of(self.k_cache, self.v_cache) else ""
+        return "v_cache" if _overlap(self.k_cache, self.v_cache) else ""
 
     @property
     def is_empty(self) -> bool:
@@ -87,18 +92,45 @@ class AppendOperands(NamedTuple):
         return no_sequence or not self.tokens or not self.k_cache.numel()
 
 
-def _is_memory_of(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors with memory begin at the same element."""
-    return one is not None and other is not None and one.data_ptr() == other.data_ptr() != 0
+def distance(one: Tensor | None, other: Tensor | None) -> int | None:
+    """The bytes from one tensor to another where their memory may overlap; None where it cannot."""
+    if one is None or other is None:
+        return None
+    bytes_between = other.data_ptr() - one.data_ptr()
+    first = one if bytes_between >= 0 else other
+    return bytes_between if abs(bytes_between) < first.untyped_storage().nbytes() else None
 
 
-def _are_columns(keys: Tensor | None, values: Tensor | None) -> bool:
-    """Whether rows of values are the first elements of the rows of keys."""
-    if keys is None or values is None or not _is_memory_of(keys, values):
+def _overlap(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors with memory have an element in common; interleaved views have none."""
+    if one is None or other is None or distance(one, other) is None:
         return False
+    return numpy.shares_memory(_addresses(one), _addresses(other))
+
+
+def _addresses(tensor: Tensor) -> Any:
+    """A numpy array at the addresses of a tensor; nothing reads its elements, maybe a GPU's."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (tensor.data_ptr(), False),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(size * step for step in tensor.stride()),
+    }
+    return numpy.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _first_column(keys: Tensor | None, values: Tensor | None) -> int | None:
+    """Where the rows of values begin in the rows of keys of which they are columns, in elements;
+    None where they are not."""
+    if keys is None or values is None or not (keys.data_ptr() and values.data_ptr()):
+        return None
     axes = [zip(tensor.shape[:3], tensor.stride()[:3], strict=True) for tensor in (keys, values)]
     placed, others = ([(size, step) for size, step in axis if size > 1] for axis in axes)
-    return placed == others and keys.shape[3:] >= values.shape[3:]
+    column, rest = divmod(values.data_ptr() - keys.data_ptr(), keys.element_size())
+    room = math.prod(keys.shape[3:]) - math.prod(values.shape[3:])  # a scale is one column
+    return column if placed == others and not rest and 0 <= column <= room else None
 
 
 def is_coded(cache: object) -> bool:
@@ -348,14 +380,14 @@ def check_limits(operands: AppendOperands) -> None:
     """
     name = operands.sharing
     if name not in ("", COLUMNS):
-        if _is_memory_of(operands.k_cache, operands.v_cache):
+        if _overlap(operands.k_cache, operands.v_cache):
             columns = operands.v.shape[3]
-            found = "v_cache begins at the first element of k_cache"
+            found = "v_cache has elements of k_cache"
             shared = f"; or v=k[..., :{columns}], v_cache=k_cache[..., :{columns}]"
             shared += " and v_scale=k_scale" * operands.quantises
             shared += ", for values that are the first columns of the keys"
         else:
-            found, shared = "v_scale begins at the first element of k_scale", ""
+            found, shared = "v_scale has elements of k_scale", ""
         own = "v_cache" if shared else name
         refuse(
             "what is written of the values would replace what is written of the keys",

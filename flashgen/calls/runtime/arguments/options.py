@@ -24,9 +24,11 @@ from flashgen.shared.dtypes import (
     dtype_name,
 )
 from flashgen.shared.signature import (
+    BOUNDARIES,
     LAYOUT,
     LAYOUT_LISTS,
     LISTS,
+    PAGE_NAMES,
     SPLIT,
     WHOLE,
     CallSignature,
@@ -77,7 +79,7 @@ _ELSEWHERE = {
 
 _IN_SPEC = (
     "an AttentionSpec that has what {name} stands for: mask_mod for which scores are kept, "
-    "score_mod for what changes them, sink=, packed=, block_sparse= and dropout= for the rest; "
+    "score_mod for what changes them, sink=, block_sparse= and dropout= for the rest; "
     "{call} computes without it"
 )
 """The way out for other names: a call without them would silently compute something else."""
@@ -152,13 +154,16 @@ def _refuse_names(
             way_out = f"the call without {misspelled}="
         elif extra[0] not in unset:
             way_out = _IN_SPEC.format(name=extra[0], call=way_out)
-    foreign = [name for name in extra if name in _ELSEWHERE or name == "attn_mask"]
+    foreign = [x for x in (*PAGE_NAMES, *BOUNDARIES, *_ELSEWHERE, "attn_mask") if x in extra]
     if foreign:
         misspelled = foreign[0]
         what = f"{misspelled!r} {unknown}"
-        way_out = _ELSEWHERE.get(misspelled) or _with_mask(*mask)
         if misspelled in unset:
             way_out = "op(q, k, v{call})"
+        elif misspelled in (*PAGE_NAMES, *BOUNDARIES):
+            way_out = _served(kinds, names, expected)
+        else:
+            way_out = _ELSEWHERE.get(misspelled) or _with_mask(*mask)
         way_out = way_out.replace("{call}", call)
     refuse(
         what,
@@ -167,6 +172,25 @@ def _refuse_names(
         f"given: {', '.join(name for name in names if name not in computed) or 'none'}",
         way_out.replace("q, k, v", operands),
     )
+
+
+def _served(kinds: Mapping[str, str], names: list[str], expected: list[str]) -> str:
+    """The call of a spec with pages, or of one with packed sequences where no pages are given.
+
+    Args:
+        kinds, names: as in `_refuse_names`.
+        expected: the names that calls of the spec give.
+    """
+    paged = any(name in names for name in PAGE_NAMES)
+    # The keys of pages have the lengths `cache_seqlens`.
+    own, others = (PAGE_NAMES, BOUNDARIES[1:]) if paged else (BOUNDARIES, PAGE_NAMES)
+    given = [x for x in names if x in (*PAGE_NAMES, *BOUNDARIES) and x not in expected]
+    call = [f", {x}=..." for x in expected if x not in others]
+    call += [f", {x}={x}" for x in given if x not in others]
+    option, other = ("paged", "packed") if paged else ("packed", "paged")
+    changed = f"{option}=True" + f", {other}=False" * (others[0] in kinds)
+    op = "op" if {*own} <= {*kinds} else f"fg.attention(op.spec.replace({changed}))"
+    return f"{op}(q, k, v{''.join(call)})"
 
 
 def _with_mask(dims: int, dtype: str) -> str:

@@ -155,7 +155,8 @@ def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -
     """Checks the sizes of packed operands, which may be symbols.
 
     Raises:
-        InputError: several batch entries, or boundaries of another number of sequences.
+        InputError: several batch entries, or boundaries that are empty or of another number of
+            sequences.
     """
     if not signature.packed:
         return
@@ -168,6 +169,13 @@ def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -
         )
     ends = tensors_named(signature, captured, signature.boundaries)
     count, other = (tensor.shape[0] for tensor in (ends[0], ends[-1]))
+    if known(count == 0):
+        refuse(
+            f"{signature.boundaries[0]} has no elements",
+            f"argument {signature.boundaries[0]}",
+            f"shape {tuple(ends[0].shape)}",
+            "[sequences + 1]; torch.zeros(1, dtype=torch.int32) for no sequence",
+        )
     if known(count != other):
         refuse(
             "cu_seqlens_q and cu_seqlens_k have different numbers of sequences",
