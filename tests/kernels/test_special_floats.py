@@ -8,6 +8,7 @@ in the same rows. `make test` has 12 specs, all tiers 600 of floats and 150 of i
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -76,6 +77,48 @@ def by_torch(tree: Tree, head: int, tensors: dict[str, torch.Tensor], slope: flo
         rows = name in ("row", "other") or name.startswith("q_")
         leaves[name] = of_head[:, None] if rows else of_head[None, :]
     return eager(tree, leaves)
+
+
+EXPONENTS = 0.7, -2.5, 1.5, 60.25
+BASES = (
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    0.01,
+    0.5,
+    1.0,
+    1.7,
+    300.0,
+    1e30,
+    -2.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
+
+
+def test_powers_by_fractions_are_those_of_torch() -> None:
+    x = fg.Tensor("x", ("seq_q",), "float32")
+
+    def power(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        of_heads = [x[q] ** each for each in EXPONENTS]
+        return functools.reduce(
+            lambda rest, head: fg.where(h == head, of_heads[head], rest), range(3), of_heads[3]
+        )
+
+    spec = fg.AttentionSpec(weight_mod=power, normalize="none", head_dim=16, dtype="bfloat16")
+    assert "fast_power(" in fg.emit(spec, "sm_80").forward.text
+    bases = torch.tensor(BASES)
+    q, one = torch.zeros(1, 4, len(BASES), 16).bfloat16(), torch.ones(1, 4, 1, 16).bfloat16()
+    out = run_forward(spec, q, one, one, tensors={"x": bases}, backend="emulator").out
+    for head, exponent in enumerate(EXPONENTS):
+        wanted = bases.double() ** exponent
+        wanted[wanted.abs() < 2.0**-126] = 0
+        found = out[0, head, :, 0].double()
+        torch.testing.assert_close(
+            found, wanted.float().double(), rtol=2**-7, atol=0, equal_nan=True
+        )
 
 
 def by_flashgen(trees: list[Tree], score: bool) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import flashgen as fg
 from flashgen.kernels.codegen import Source
 from flashgen.kernels.planner.models.fitted_time import CONSTANTS
+from flashgen.kernels.planner.models.spec_terms import special_functions
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli import app
@@ -25,6 +26,7 @@ from ptx_emulator import Totals
 from ptx_emulator.counters.l2 import L2Traffic
 from ptx_emulator.counters.totals import added
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands
+from tests.support.tiers import one_in, slow
 
 pytestmark = pytest.mark.usefixtures("rounded_sums")
 
@@ -166,6 +168,57 @@ def test_the_cost_terms_of_the_plan_stand_beside_what_was_counted():
     # PTX has what the assembler fuses or drops; what is beyond the main loop is not predicted.
     assert 1 <= work["shared"].ratio < 1.3
     assert 1 <= work["special"].ratio < 1.1
+
+
+SCORES = {
+    "tanh": fg.tanh,
+    "power by a score": lambda s: (fg.abs(s) + 1) ** s,
+    "sigmoid": fg.sigmoid,
+    "erf": fg.erf,
+    "erfc": fg.erfc,
+    "log1p": lambda s: fg.log1p(fg.abs(s)),
+    "expm1": fg.expm1,
+    "atan2": lambda s: fg.atan2(s, 2.0),
+    "sin": fg.sin,
+    "log": lambda s: fg.log(fg.abs(s) + 1),
+    "root": lambda s: fg.sqrt(fg.abs(s) + 1),
+    "reciprocal root": lambda s: fg.rsqrt(fg.abs(s) + 1),
+    "quotient": lambda s: s / (fg.abs(s) + 1),
+    "product": lambda s: s**3,
+    "power of a number": lambda s: 1.5**s,
+    "power by a fraction": lambda s: (fg.abs(s) + 1) ** -1.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*one_in(5, [("float16", name) for name in SCORES]), *(slow("float32", x) for x in SCORES)],
+)
+def test_plans_count_the_special_functions_of_a_score_and_of_its_slope(dtype, name):
+    spec = fg.AttentionSpec(
+        score_mod=lambda s, b, h, q, k: SCORES[name](s), head_dim=16, dtype=dtype, name="special"
+    )
+    kernels = all_kernels(spec, (1, 1, 1, 64, 64))
+    for profile in (each for each in kernels if each.plan.kernel in ("forward", "fused")):
+        work = {quantity.name: quantity for quantity in profile.work}["special"]
+        assert 0.6 <= work.ratio < 1.2  # of erf and pow, a score computes one of several branches
+
+
+@pytest.mark.parametrize(
+    ("power", "function", "count"),
+    [
+        (lambda s, q: fg.abs(s) ** -1.3, "fast_power(", 2),
+        (lambda s, q: fg.abs(s) ** 64.5, "powf(", 1),
+        (lambda s, q: s * (q + 1) ** 0.3, "powf(", 1),
+        (lambda s, q: fg.abs(s) ** -3, "fast_quotient(", 1),
+    ],
+)
+def test_special_functions_are_those_of_the_power_that_is_emitted(power, function, count):
+    spec = fg.AttentionSpec(score_mod=lambda s, b, h, q, k: power(s, k + q), head_dim=16)
+    found = re.search(r"float score_mod\(.*?return (.*?);", fg.emit(spec).forward.text, re.DOTALL)
+    assert found is not None
+    assert function in found[1]
+    assert special_functions(spec, "forward") == count
 
 
 def test_tensors_that_lie_in_one_are_one():

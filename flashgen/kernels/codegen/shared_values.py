@@ -100,7 +100,7 @@ def in_parts(
         prefix, f"What {name} has in common for all scores of a {{one}}.", code, printer
     )
     for level, shared in made.items():
-        count = operations(_computed(code, level), printer.multipliers)
+        count = operations(_computed(code, level), printer.multipliers, fast=printer.fast)
         large = dataclasses.replace(shared.function, operations=count)
         made[level] = dataclasses.replace(shared, function=large)
     values = dict(code.block.lets)
@@ -112,7 +112,7 @@ def in_parts(
         [*body, f"return {result()};"],
         _symbols(code, Level.SCORE),
         given=_given(code, Level.SCORE, made),
-        operations=operations(_computed(code, Level.SCORE), printer.multipliers),
+        operations=operations(_computed(code, Level.SCORE), printer.multipliers, fast=printer.fast),
     )
     return FunctionInParts(function, *(made.get(level) for level in _WORDS))
 

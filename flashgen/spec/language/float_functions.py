@@ -57,7 +57,7 @@ class FloatFunction(RealFunction):
         pole: the argument at which the value is -inf.
         most_instructions: of one call, for the limits of a kernel's size.
         instructions: as counted in kernels of float16, and of float32, for the time of a tile.
-        special: of the instructions, those of special-function units.
+        special: of the instructions, those of special-function units, in the same two kernels.
         is_costly: whether code computes it only on the paths that need it.
         interval: how its range over a tile follows from those of its arguments; None where nothing
             is known.
@@ -71,7 +71,7 @@ class FloatFunction(RealFunction):
     pole: ClassVar[int | None] = None
     most_instructions: ClassVar[int] = 8
     instructions: ClassVar[tuple[int, int]]
-    special: ClassVar[int] = 1
+    special: ClassVar[tuple[int, int]] = (1, 1)
     is_costly: ClassVar[bool] = True
     interval: ClassVar[Monotone | Bounded | None] = None
 
@@ -121,6 +121,7 @@ class Log(FloatFunction):
     cuda = ("logf", "fast_log")
     pole = 0
     instructions = (2, 22)
+    special = (1, 0)
     interval = Monotone(from_on=0)
     form = staticmethod(sympy.log)
     slope = staticmethod(lambda x: 1 / x)
@@ -133,6 +134,7 @@ class Log2(FloatFunction):
     cuda = ("log2f", "fast_log2")
     pole = 0
     instructions = (1, 22)
+    special = (1, 0)
     is_costly = False
     interval = Monotone(from_on=0)
     form = staticmethod(lambda x: sympy.log(x) / sympy.log(2))
@@ -145,6 +147,7 @@ class Tanh(FloatFunction):
     called = "tanh"
     cuda = ("tanhf", "fast_tanh")
     instructions = (1, 20)
+    special = (1, 2)
     interval = Monotone(-1.125, 1.125)
     form = staticmethod(sympy.tanh)
     slope = staticmethod(lambda x: 1 - Tanh(x) ** 2)
@@ -157,6 +160,7 @@ class Sin(FloatFunction):
     cuda = ("sine", "sine")
     most_instructions = 80
     instructions = (21, 21)
+    special = (0, 0)
     is_costly = False
     interval = Bounded(1, of_finite=True)
     form = staticmethod(sympy.sin)
@@ -170,6 +174,7 @@ class Cos(FloatFunction):
     cuda = ("cosine", "cosine")
     most_instructions = 80
     instructions = (21, 21)
+    special = (0, 0)
     is_costly = False
     interval = Bounded(1, of_finite=True)
     form = staticmethod(sympy.cos)
@@ -182,7 +187,7 @@ class Sigmoid(FloatFunction):
     called = "sigmoid"
     cuda = ("sigmoid", "fast_sigmoid")
     instructions = (4, 17)
-    special = 2
+    special = (2, 2)
     is_costly = False
     interval = Monotone(0.0, 1.125)
     form = staticmethod(lambda x: 1 / (1 + sympy.exp(-x)))
@@ -212,6 +217,7 @@ class Erfc(FloatFunction):
     cuda = ("erfcf", "erfcf")
     most_instructions = 60
     instructions = (45, 45)
+    special = (3, 3)
     interval = Monotone(0.0, 3.0, falls=True)
     form = staticmethod(sympy.erfc)
     slope = staticmethod(lambda x: -2 / sympy.sqrt(sympy.pi) * Exp(-(x**2)))
@@ -225,6 +231,7 @@ class Log1p(FloatFunction):
     pole = -1
     most_instructions = 30
     instructions = (24, 24)
+    special = (0, 0)
     interval = Monotone(from_on=-1)
     form = staticmethod(lambda x: sympy.log(1 + x))
     slope = staticmethod(lambda x: 1 / (1 + x))
@@ -237,6 +244,7 @@ class Expm1(FloatFunction):
     cuda = ("expm1f", "expm1f")
     most_instructions = 30
     instructions = (22, 22)
+    special = (0, 0)
     interval = Monotone(least=-2.0)
     form = staticmethod(lambda x: sympy.exp(x) - 1)
     slope = staticmethod(lambda x: Exp(x))

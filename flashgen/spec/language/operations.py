@@ -22,25 +22,39 @@ it, from the spec to the machine code: chains of one kind of operation take 2 to
 
 # Counted in kernels of float16 and float32; all other operations count as one.
 _READ, _QUOTIENT = 8, 4
-_FAST_DIVISION, _DIVISION, _WIDE_DIVISION, _POWER, _REMAINDER = 8, 30, 40, 120, 250
+_FAST_DIVISION, _DIVISION, _WIDE_DIVISION, _REMAINDER = 8, 30, 40, 250
+_FAST_POWER, _POWER = 8, 120
 LARGEST_REPEATED = 64
 """The largest exponent of a power that is computed by multiplications: beyond it, the roundings of
 repeated squaring (half a unit for each factor) exceed those of powf."""
 
 
-def operations(exprs: Sequence[sympy.Basic], multipliers: Container[sympy.Basic]) -> int:
+def operations(
+    exprs: Sequence[sympy.Basic], multipliers: Container[sympy.Basic], *, fast: bool = False
+) -> int:
     """The instructions of expressions; equal subexpressions are computed once.
 
     Args:
         multipliers: the divisors by which kernels divide by a multiplication.
+        fast: whether powers by literal fractions are those of a logarithm.
     """
 
     def cost(node: sympy.Basic) -> int:
         divides = isinstance(node, FloorDiv | FloorMod) and is_int(node)
-        fast = divides and node.args[1] in multipliers and fits(node, 31)
-        return _FAST_DIVISION if fast else _cost(node)
+        if divides and node.args[1] in multipliers and fits(node, 31):
+            return _FAST_DIVISION
+        return min(_cost(node), _FAST_POWER) if fast and is_fraction_power(node) else _cost(node)
 
     return sum(cost(node) for node in distinct(*parts_of(*exprs)) if node.args)
+
+
+def is_fraction_power(node: sympy.Basic) -> bool:
+    """Whether an operation is a power of a float by a literal fraction that is not large."""
+    if not isinstance(node, sympy.Pow | FloatPower) or is_int(node.args[0]):
+        return False
+    base, exponent = node.args
+    fraction = exponent.is_Rational and not exponent.is_Integer and not base.is_number
+    return bool(fraction and abs(exponent) <= LARGEST_REPEATED)
 
 
 def effort(exprs: Sequence[sympy.Basic]) -> int:

@@ -57,6 +57,7 @@ HELPERS = frozenset(
             "fast_exp2",
             "fast_log",
             "fast_log2",
+            "fast_power",
             "sigmoid",
             "fast_sigmoid",
             "sine",

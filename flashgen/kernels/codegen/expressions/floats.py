@@ -31,7 +31,7 @@ from flashgen.spec.language.float_operations import (
 )
 from flashgen.spec.language.integer_limits import fits
 from flashgen.spec.language.lets import contains
-from flashgen.spec.language.operations import LARGEST_REPEATED
+from flashgen.spec.language.operations import LARGEST_REPEATED, is_fraction_power
 from flashgen.spec.language.python_printer import factors_in_order, terms_in_order, written_order
 from flashgen.spec.language.symbols import PRODUCT, SCORE, K, Q, is_int
 from flashgen.spec.language.sympy_functions import (
@@ -95,7 +95,7 @@ class FloatPrinter(IntegerPrinter):
         if isinstance(expr, sympy.Mul):
             return self._float_product(expr)
         if isinstance(expr, sympy.Pow | FloatPower):
-            return self._float_power(*expr.args)
+            return self._float_power(expr)
         if isinstance(expr, sympy.Piecewise | Select):
             return self._float_choice(expr)
         if is_int(expr) and isinstance(expr, FloorDiv | FloorMod | BitFunction):
@@ -153,7 +153,7 @@ class FloatPrinter(IntegerPrinter):
                 constant *= Fraction(int(factor.p), int(factor.q))
             elif (
                 factor.is_Pow and factor.exp.is_Rational and factor.exp < 0 and factor.exp != -_HALF
-            ):
+            ) and not (self._approximates and is_fraction_power(factor)):
                 denominator.append(factor.base**-factor.exp)
             else:
                 numerator.append(factor)
@@ -199,11 +199,14 @@ class FloatPrinter(IntegerPrinter):
         text = inside(parts[0], TIMES)
         return " * ".join([text, *(inside(part, TIMES + 1) for part in parts[1:])]), TIMES
 
-    def _float_power(self, base: sympy.Expr, exponent: sympy.Expr) -> Text:
+    def _float_power(self, power: sympy.Expr) -> Text:
+        base, exponent = power.args
         if exponent == _HALF:
             return self._root(base)
         if exponent == -_HALF and not self._in_predicate:
             return self._call("rsqrtf", self._float(base)[0])
+        if self._approximates and is_fraction_power(power):
+            return self._call("fast_power", self._float(base)[0], literal(exponent)[0])
         if exponent.is_Rational and exponent < 0:
             below = FloatPower(base, -exponent)
             return self._quotient(sympy.S.One, below)
@@ -212,7 +215,7 @@ class FloatPrinter(IntegerPrinter):
             repeated = self._rounded_power if rounded else self._repeated
             return repeated(self._float(base), int(exponent))
         if exponent.is_Rational and exponent.q == 2 and is_int(base):
-            whole = self._float_power(base, exponent - _HALF)
+            whole = self._float(FloatPower(base, exponent - _HALF))
             return self._product([whole, self._root(base)])
         if base == 2:
             return self._power_of_two(exponent)

@@ -24,8 +24,16 @@ ROUNDING_INSTRUCTIONS = 3
 SIGNED_DIVISION_INSTRUCTIONS = 12
 MULTIPLE_INSTRUCTIONS = 2
 POWER_INSTRUCTIONS = 65
+# Counted. Of a power by a literal fraction, for 16-bit operands: a comparison, a selection, lg2, a
+# product and ex2.
+FAST_POWER_INSTRUCTIONS = 5
 # Counted. Instructions of a power of a number, for 16-bit operands: one product and ex2.
 EXP2_INSTRUCTIONS = 2
+
+# Counted. Of the scores of a lane, whose rows are 8 apart, those with distances q - k of their own:
+# the assembler computes a function of the distance once for the others. It is 0.54 where a lane has
+# rows of one group of 16, and 0.32 where it has those of two, with which the records agree better.
+OWN_DISTANCES = 0.32
 
 # Derived, not counted. Instructions of fg.rand's bits: seven rounds of two wide products and two
 # xors of three words each, and 12 for the counter and the choice of a word.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 
 import sympy
@@ -34,8 +34,9 @@ from flashgen.spec.language.float_functions import FloatFunction
 from flashgen.spec.language.float_operations import FloatPower, FloatQuotient, in_reals
 from flashgen.spec.language.integer_limits import limits
 from flashgen.spec.language.lets import contains, elements_of, parts_of, replaced
+from flashgen.spec.language.operations import is_fraction_power
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import SCALE, SCORE, is_int
+from flashgen.spec.language.symbols import DISTANCE, PRODUCT, SCALE, SCORE, K, Q, is_int
 from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod
 from flashgen.spec.language.tensor_elements import Element
 
@@ -68,28 +69,51 @@ def spared_instructions(spec: AttentionSpec, kernel: str) -> int:
     return fitted_common.SOFTMAX_INSTRUCTIONS[kind][spec.sums_weights]
 
 
-def special_functions(spec: AttentionSpec, kernel: str) -> int:
-    """Functions of score_mod per score that the special-function units compute, such as tanh."""
+def special_functions(spec: AttentionSpec, kernel: str) -> float:
+    """Instructions of special-function units per score that score_mod takes, such as tanh."""
     if spec.score == SCORE:
         return 0
     code, _ = _code_of_score(spec, kernel, folds=True)
-    values = dict(code.block.lets)
-    own = [values[let] for let in code.needed(Level.SCORE)]
-    nodes = (
-        node for each in (*own, *code.block.results) for node in sympy.preorder_traversal(each)
-    )
-    return sum(_special(node, spec) for node in nodes)
+    values, own = dict(code.block.lets), code.needed(Level.SCORE)
+    # How many of the scores of a lane have values of their own, by symbol.
+    share = dict.fromkeys((SCORE, PRODUCT, Q, K), 1.0)
+    share[DISTANCE] = fitted_common.OWN_DISTANCES
+    for let in own:
+        share[let] = _share(values[let], share)
+    parts = [*(values[let] for let in own), *code.block.results]
+    nodes = (node for part in parts for node in sympy.preorder_traversal(part))
+    return sum(_special(node, share, ITEMSIZE[spec.dtype] < 4) for node in nodes)
 
 
-def _special(node: sympy.Basic, spec: AttentionSpec) -> int:
-    """The instructions of special-function units of a node of the score's code."""
+def _share(expr: sympy.Basic, share: Mapping[sympy.Symbol, float]) -> float:
+    return max((share.get(symbol, 0.0) for symbol in expr.free_symbols), default=0.0)
+
+
+def _special(node: sympy.Basic, share: Mapping[sympy.Symbol, float], fast: bool) -> float:
+    """The instructions of special-function units of a node of the score's code.
+
+    Args:
+        share: of a lane's scores, those that have values of their own, by symbol; 0 if not given.
+        fast: as in `_operations`.
+    """
+    if isinstance(node, FloatQuotient):  # a product with the reciprocal, which may be shared
+        return _share(node.args[1], share)
     if isinstance(node, FloatFunction):
-        return 1 if spec.is_softmax else node.special
-    if isinstance(node, FloatPower) and not spec.is_softmax:
-        return int(not node.args[1].is_number)
-    if isinstance(node, FloatQuotient) and not spec.is_softmax:
-        return int(SCORE in node.args[1].free_symbols)
+        return node.special[0 if fast else 1] * _share(node, share)
+    if isinstance(node, FloatPower | sympy.Pow) and not is_int(node):
+        return _special_of_power(node, fast) * _share(node, share)
     return 0
+
+
+def _special_of_power(power: sympy.Basic, fast: bool) -> int:
+    """The instructions of special-function units of a power, as the printer of floats writes it."""
+    exponent = power.args[1]
+    if abs(exponent) == _HALF:
+        return 1  # a root, or its reciprocal
+    if fast and is_fraction_power(power):
+        return 2
+    divides = exponent.is_Rational and bool(exponent < 0)
+    return int(divides) + int(not exponent.is_Integer)
 
 
 def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[LeveledCode, bool]:
@@ -207,16 +231,25 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
             total -= 1
         elif isinstance(node, sympy.Eq | sympy.Ne) and _tests_multiples(node):
             total += fitted_common.MULTIPLE_INSTRUCTIONS - _of_division(node.lhs)
-        if isinstance(node, sympy.Pow) and node.exp.free_symbols:
-            exp2 = fast and node.base.is_number
-            power = fitted_common.EXP2_INSTRUCTIONS if exp2 else fitted_common.POWER_INSTRUCTIONS
-            total += power - 1
+        if isinstance(node, sympy.Pow) and not (node.exp.is_Integer or abs(node.exp) == _HALF):
+            total += _of_power(node, fast) - 1
         elif isinstance(node, sympy.Pow) and node.exp.is_Integer and node.exp > 2:
             bits = f"{int(node.exp):b}"  # repeated squaring
             total += len(bits) + bits.count("1") - 3
         if isinstance(node, sympy.Add):  # a product and a sum are one instruction
             total -= min(sum(arg.is_Mul for arg in node.args), len(node.args) - 1)
     return total
+
+
+def _of_power(power: sympy.Pow, fast: bool) -> int:
+    """Instructions of a power that is no product and no root, as printed for floats."""
+    base, exponent = power.args
+    if fast and base.is_number:
+        return fitted_common.EXP2_INSTRUCTIONS
+    of_root = is_int(base) and exponent.is_Rational and exponent.q == 2
+    if of_root or (fast and is_fraction_power(power)):
+        return fitted_common.FAST_POWER_INSTRUCTIONS
+    return fitted_common.POWER_INSTRUCTIONS
 
 
 def _tests_multiples(relation: Relational) -> bool:
