@@ -209,9 +209,11 @@ def test_a_long_call_has_no_oracle_and_the_page_says_so(monkeypatch, tmp_path: P
     monkeypatch.setattr("flashgen.tools.views.collect.ORACLE_SCORES", 100)
     monkeypatch.setattr("flashgen.tools.views.collect.MAP_SCORES", 100)
     file = tmp_path / "long.html"
-    done = flashgen("report", CAUSAL, "--shape", "1,1,64", "-o", str(file))
+    options = "--shape", "1,1,64", "--head-dim-v", "32"
+    done = flashgen("report", CAUSAL, *options, "-o", str(file))
     assert done.exit_code == 0, done.output + done.stderr
     text = file.read_text(encoding="utf-8")
+    assert "seq 64 x 64, head_dim 64 and 32, float16" in text
     assert "No oracle was computed: it makes all 4,096 scores in float64" in text
     assert "Single scores are left out: 4,096, and the page holds 100." in text
     assert data_of(file)["sides"][0][0]["tileMap"]["heads"][0]["scores"] is None

@@ -151,8 +151,7 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
     text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
     rows = [
         ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
-        *input_rows(spec, call),
-        ("shape", f"{sizes}, head dim {spec.head_dim}, {spec.dtype}"),
+        *input_rows(spec, call, sizes),
         *decoding_rows(arguments, found.served.pages, found.run.report),
         ("architecture", found.run.arch),
         ("executed", "in the emulator, every instruction counted, on random operands"),

@@ -11,13 +11,15 @@ from flashgen.shared.signature import LAYOUT_LISTS
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import DecodingArguments
 from flashgen.tools.cli.call import RandomCall
+from flashgen.tools.cli.inputs import Shape
 
 if TYPE_CHECKING:
     from flashgen.calls.runtime.reports import Report
 
 
-def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str]]:
-    """The block layout, the scalars, each captured tensor and dropout, with the values' origin."""
+def input_rows(spec: AttentionSpec, call: RandomCall, sizes: Shape) -> Iterator[tuple[str, str]]:
+    """The block layout, the scalars, each captured tensor and dropout, with the values' origin;
+    and the shape."""
     scalars, tensors = call.options["scalars"], call.options["tensors"]
     if spec.block_sparse is not None:
         yield "layout", spec.block_sparse.described
@@ -37,6 +39,8 @@ def input_rows(spec: AttentionSpec, call: RandomCall) -> Iterator[tuple[str, str
         drops = f"p {call.options['dropout_p']}, " if "dropout_p" in call.options else ""
         kind = "dropout" if drops else "fg.rand"
         yield kind, f"{drops}seed {seed}, offset {offset}"
+    dims = " and ".join(map(str, dict.fromkeys((spec.head_dim, spec.head_dim_v))))
+    yield "shape", f"{sizes}, head_dim {dims}, {spec.dtype}"
 
 
 def decoding_rows(

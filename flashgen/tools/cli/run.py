@@ -97,7 +97,6 @@ def run(arguments: RunArguments) -> None:
         ran.append((result, more))
     result = ran[0][0]
 
-    dims = " and ".join(map(str, dict.fromkeys((spec.head_dim, spec.head_dim_v))))
     arch = result.arch
     if arguments.sram is not None:
         arch += f", planned for {arguments.sram:,} B of shared memory per block"
@@ -106,8 +105,7 @@ def run(arguments: RunArguments) -> None:
             ("spec", f"{spec.name}, {arguments.path}"),
             ("score_mod", python_text(spec.score) if spec.score_line else "none"),
             ("mask_mod", python_text(spec.mask) if spec.mask_line else "none"),
-            *input_rows(spec, call),
-            ("shape", f"{sizes}, head_dim {dims}, {spec.dtype}"),
+            *input_rows(spec, call, sizes),
             *decoding_rows(arguments, served.pages, result.report),
             ("backend", f"{result.backend}, {why}"),
             ("arch", arch),
