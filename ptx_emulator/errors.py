@@ -71,7 +71,7 @@ ERROR, BY_THE_LETTER = "error", "by-the-letter"
 
 FORGIVEN = {
     "atomic_without_fence": "what an atomic without .acquire found published is accessed without a "
-    "fence after it",
+    "fence or barrier after it",
     "barrier_left_incomplete": "threads arrive (bar.arrive) at a barrier that never completes",
     "cp_async_proxy": "wgmma or a bulk copy reads what cp.async wrote, without a proxy fence",
     "compare_and_swap_guess": "a plain load races with atomics, and a compare-and-swap checks it",

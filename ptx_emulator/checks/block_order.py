@@ -25,7 +25,8 @@ LOW = (1 << 32) - 1
 
 ClocksByBlock = dict[int, Array]
 """Per block b, the clocks of its warps up to which accesses are ordered; with the key ~b those up
-to which writes are visible to the asynchronous proxy."""
+to which writes are visible to the asynchronous proxy. The arrays never change: a launch shares them
+between as many of these as there are blocks, and copies would cost their square."""
 
 
 class _Acquired(NamedTuple):
@@ -63,7 +64,7 @@ class BlockOrder:
                 if sequential or other == warp:
                     _join(offered, known)
             if offered.keys() - {block, ~block}:
-                self._acquire(block, warp, int(self.machine.clocks.clock[row]), offered)
+                self._acquire(row, offered)
             seen = self.machine.clocks.seen[slot, warp, : m.cluster_warps]
             self._fenced[block, warp] = self._known(row, seen)
 
@@ -79,13 +80,23 @@ class BlockOrder:
             for _, known in [p for p in polls if p[0] <= until and atomic in atomics][-1:]:
                 yield other, known
 
+    def acquire_at_barrier(self, rows: Array) -> None:
+        """What atomics of warps have found happened before a barrier of their block, as for
+        `Clocks.acquire_at_barrier`."""
+        m = self.machine
+        for row in rows.tolist() if self._polled else ():
+            warp, block = int(m.row_member[row]), int(m.cluster_ids[int(m.row_cluster[row])])
+            for other, known in self._polls(row, (True,)):
+                if other == warp and known.keys() - {block, ~block}:
+                    self._acquire(row, known)
+
     def awaits_fence(self, row: int, stamp: int) -> bool:
         """Whether a warp only lacks the fence after an atomic to come after an access."""
         m = self.machine
         agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
         other = block_of(stamp) - 1
         if other == int(m.cluster_ids[int(m.row_cluster[row])]):
-            return any(known[agent] >= clock for known in m.clocks.polled(row, (True,)))
+            return m.clocks.awaits_fence(row, agent, clock)
         polls = (known.get(other) for _, known in self._polls(row, (True,)))
         return any(known is not None and known[agent] >= clock for known in polls)
 
@@ -94,7 +105,7 @@ class BlockOrder:
         block = int(m.cluster_ids[int(m.row_cluster[row])])
         of_block = self._polled.setdefault(block, {})
         polls = of_block.setdefault((int(m.row_member[row]), atomic), [])
-        clock, known = int(m.clocks.clock[row]), {b: v.copy() for b, v in offered.items()}
+        clock, known = int(m.clocks.clock[row]), dict(offered)
         if polls:
             _join(known, polls[-1][1])
             if polls[-1][0] == clock:
@@ -111,7 +122,7 @@ class BlockOrder:
             known = self._known(row, m.clocks.seen[slot, warp, : m.cluster_warps])
             others = {~other: clocks for other, clocks in known.items() if other >= 0}
             if others.keys() - {~block}:
-                self._acquire(block, warp, int(m.clocks.clock[row]), others)
+                self._acquire(row, others)
 
     def _known(self, row: int, seen: Array) -> ClocksByBlock:
         """What the clocks (warps,) of the block of a warp, or earlier ones, include, with what they
@@ -170,20 +181,26 @@ class BlockOrder:
             if how.polls:
                 self._note_poll(row, how.atomic, offered)
             elif how.reads and offered.keys() - {block, ~block}:
-                self._acquire(block, warp, int(clocks.clock[row]), offered)
+                self._acquire(row, offered)
             if (block, warp) in given:
                 _join(offered, given[block, warp])
             others = clocks.before_sequential(row, True)
             if others is not None and others.any():
                 _join(offered, self._known(row, others))
 
-    def _acquire(self, block: int, warp: int, clock: int, offered: ClocksByBlock) -> None:
-        entries = self._learnt.setdefault(block, [])
+    def _acquire(self, row: int, offered: ClocksByBlock) -> None:
+        """A warp acquires clocks, unless it is ordered after a warp that has acquired them."""
+        m = self.machine
+        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+        seen = m.clocks.seen[slot, warp]
+        entries = self._learnt.setdefault(int(m.cluster_ids[slot]), [])
         for entry in reversed(entries):
-            same = entry.warp == warp and entry.known.keys() >= offered.keys()
-            if same and all((entry.known[b] >= v).all() for b, v in offered.items()):
+            before = entry.known
+            if seen[entry.warp] < entry.clock or not before.keys() >= offered.keys():
+                continue
+            if all(before[b] is v or (before[b] >= v).all() for b, v in offered.items()):
                 return
-        entries.append(_Acquired(warp, clock, {b: v.copy() for b, v in offered.items()}))
+        entries.append(_Acquired(warp, int(m.clocks.clock[row]), dict(offered)))
 
 
 def block_of(stamps: Any) -> Any:
@@ -193,5 +210,5 @@ def block_of(stamps: Any) -> Any:
 
 def _join(known: ClocksByBlock, more: ClocksByBlock) -> None:
     for block, clocks in more.items():
-        before = known.get(block)
-        known[block] = clocks.copy() if before is None else np.maximum(before, clocks)
+        before = known.get(block, clocks)
+        known[block] = clocks if before is clocks else np.maximum(before, clocks)

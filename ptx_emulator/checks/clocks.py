@@ -188,6 +188,16 @@ class Clocks:
         polls.append((int(self.clock[row]), given.copy()))
         del polls[:-_KEPT_POLLS]
 
+    def acquire_at_barrier(self, rows: Array) -> None:
+        """What atomics of warps have found happened before a barrier of their block.
+
+        PTX demands a fence between the two. The kernels of NVIDIA's guide in which the last block
+        reads what all have written have none.
+        """
+        for row in rows.tolist() if self._polled else ():
+            for _, known in self._polled.get((row, True), ())[-1:]:
+                self._join(row, known)
+
     def polled(self, row: int, atomics: Iterable[bool] = (False, True)) -> Iterator[Array]:
         """What the warps that a warp is ordered after have polled by then, by loads or atomics."""
         block, warp = divmod(row, self.warps)
@@ -195,6 +205,10 @@ class Clocks:
             if other // self.warps == block and atomic in atomics:
                 until = self.seen[block, warp, other % self.warps]
                 yield from [known for clock, known in polls if clock <= until][-1:]
+
+    def awaits_fence(self, row: int, warp: int, clock: int) -> bool:
+        """Whether a warp only lacks the fence after an atomic to come after another's access."""
+        return any(known[warp] >= clock for known in self.polled(row, (True,)))
 
     def forgo(self, row: int, before: Array, after: Array) -> None:
         """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""

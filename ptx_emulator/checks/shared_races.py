@@ -18,7 +18,7 @@ from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP, StrongAccess
 from ptx_emulator.checks.shadow import SharedAccess, SharedShadow
 from ptx_emulator.errors import OutOfBounds, RaceError, UninitialisedRead, way_out
 from ptx_emulator.state.memory import Array
-from ptx_emulator.state.wave import Execution, Site, Wave
+from ptx_emulator.state.wave import Execution, Wave
 
 _LOG_LIMIT = 2048
 _PC_BITS = 32
@@ -244,8 +244,9 @@ class SharedRaces(SharedShadow):
                     what = "race in shared memory: a write may overtake a read of another warp"
                     numbers = f"warp {other} reads there: {m.program.describe(pc)}"
                     advice = self.advice + m.forgives_guess(pc, a.strong)
-                    clock = int(reads[late][0]) >> _PC_BITS
-                    if self._awaits_fence(self.first(a, late)[1], int(other), clock):
+                    site, clock = self.first(a, late)[1], int(reads[late][0]) >> _PC_BITS
+                    row = int(site.cohort.rows[site.row])
+                    if self.clocks.awaits_fence(row, int(other), clock):
                         advice = shadow.FENCE_AFTER_ATOMIC
                     self.fail(a, late, what, numbers, advice)
         self.lanes_against_reads(a)
@@ -262,11 +263,6 @@ class SharedRaces(SharedShadow):
         self.log = []
 
     # ---- messages
-
-    def _awaits_fence(self, site: Site, warp: int, clock: int) -> bool:
-        """Whether a thread only lacks the fence after an atomic to come after an access."""
-        polled = self.clocks.polled(int(site.cohort.rows[site.row]), (True,))
-        return any(known[warp] >= clock for known in polled)
 
     def _report(
         self, a: SharedAccess, bad: Array, stamps: Array, verb: str, together: bool = False
@@ -295,7 +291,8 @@ class SharedRaces(SharedShadow):
         else:
             writer = f"{m.member_name(stamp & WARP)} writes there"
             advice = self.advice + m.forgives_guess(site.pc, stamp & ATOMIC)
-            if self._awaits_fence(site, stamp & WARP, stamp >> CLOCK_SHIFT):
+            row = int(site.cohort.rows[site.row])
+            if self.clocks.awaits_fence(row, stamp & WARP, stamp >> CLOCK_SHIFT):
                 advice = shadow.FENCE_AFTER_ATOMIC
             if verb == "write":
                 advice += m.forgives_store(site, together)

@@ -31,7 +31,7 @@ from ptx_emulator.isa.special_registers import SPECIAL
 from ptx_emulator.ptx import instructions, syntax
 from ptx_emulator.ptx.instructions import OPCODES, Opcode, Width, fact, opcode_of
 from ptx_emulator.ptx.lexer import double_to_single
-from ptx_emulator.ptx.program import ALL_LANES, GRID_WORKSPACE, PtxProgram
+from ptx_emulator.ptx.program import ALL_LANES, GRID_BARRIER, GRID_WORKSPACE, PtxProgram
 from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Imm, Instruction, Operand, Reg
 from ptx_emulator.state.wave import Execution
@@ -332,9 +332,8 @@ class Generator:
         if name in self.program.shared:  # what the system reserves there
             return self.literal(self.program.shared[name], "u4"), "u4"
         if name in GRID_WORKSPACE:
-            return self.literal(
-                self.program.constants["envreg"] >> GRID_WORKSPACE[name], "u4"
-            ), "u4"
+            address = self.program.constants[GRID_BARRIER]
+            return self.literal(address >> GRID_WORKSPACE[name], "u4"), "u4"
         self.refuse_if(name not in SPECIAL, f"the special register %{name}")
         text, dtype = SPECIAL[name]
         if name.startswith(("clock", "globaltimer")):

@@ -63,6 +63,9 @@ class Barriers:
         cohort.pc = pc + 1
         if m.shared_races:
             self._in_turn(here, blocks, ids)
+            m.clocks.acquire_at_barrier(cohort.rows)
+            if m.global_races:
+                m.global_races.order.acquire_at_barrier(cohort.rows)
         if votes is None and blocking and self._whole_blocks(blocks, ids, counts):
             if m.shared_races:
                 self._order_all(cohort, blocks, ids)

@@ -51,7 +51,8 @@ class Region(NamedTuple):
 
 # Shared memory that the system reserves for cooperative groups, which expect at least 288 bytes.
 _RESERVED, _RESERVED_BYTES = "reserved_smem_offset_1", 288
-# The address of the barrier of a grid, in cooperative launches: its upper and its lower half.
+# The barrier of a grid, in cooperative launches; special registers hold its address in halves.
+GRID_BARRIER = "%envreg"  # no name that a variable of the module can have in CUDA
 GRID_WORKSPACE = {"envreg1": 32, "envreg2": 0}
 
 
@@ -62,7 +63,7 @@ def _reserved(code: list[Instruction]) -> dict[str, Variable]:
     if _RESERVED in used:
         found[_RESERVED] = Variable(_RESERVED, "shared", "b8", _RESERVED_BYTES, 16)
     if used.intersection(GRID_WORKSPACE):
-        found["envreg"] = Variable("envreg", "global", "b32", 2, 8)
+        found[GRID_BARRIER] = Variable(GRID_BARRIER, "global", "b32", 2, 8)
     return found
 
 

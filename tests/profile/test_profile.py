@@ -198,10 +198,11 @@ def test_plans_count_the_special_functions_of_a_score_and_of_its_slope(dtype, na
     spec = fg.AttentionSpec(
         score_mod=lambda s, b, h, q, k: SCORES[name](s), head_dim=16, dtype=dtype, name="special"
     )
-    kernels = all_kernels(spec, (1, 1, 1, 64, 64))
+    kernels = all_kernels(spec, (1, 1, 1, 64, 128))
     for profile in (each for each in kernels if each.plan.kernel in ("forward", "fused")):
         work = {quantity.name: quantity for quantity in profile.work}["special"]
-        assert 0.6 <= work.ratio < 1.2  # of erf and pow, a score computes one of several branches
+        # Of erf and pow, a score computes one of several branches; a row has a few of its own.
+        assert 0.6 <= work.ratio < 1.3
 
 
 @pytest.mark.parametrize(

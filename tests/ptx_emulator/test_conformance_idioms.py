@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ptx_emulator import launch
+from ptx_emulator.checks import block_order
 from ptx_emulator.errors import (
     DeadlockError,
     LaunchArguments,
@@ -406,12 +408,13 @@ def test_a_structure_that_is_set_in_part_may_be_copied_but_not_used() -> None:
 
 
 GRID_BARRIER = """
+extern "C" __device__ int envreg = 1;  // a name like any other
 extern "C" __global__ void meet(int* mail, int* out) {
     unsigned high, low;
     asm("mov.u32 %0, %%envreg1;" : "=r"(high));
     asm("mov.u32 %0, %%envreg2;" : "=r"(low));
     unsigned* count = (unsigned*)((unsigned long long)high << 32 | low) + 1;
-    mail[blockIdx.x * 64 + threadIdx.x] = blockIdx.x + 1;
+    mail[blockIdx.x * 64 + threadIdx.x] = blockIdx.x + envreg;
     __syncthreads();
     if (threadIdx.x == 0) {
         unsigned seen;
@@ -432,3 +435,35 @@ def test_a_grid_has_a_workspace_in_which_its_blocks_meet(seed: int | None) -> No
     mail, out = np.zeros(256, np.int32), np.zeros(256, np.int32)
     run(GRID_BARRIER, "meet", (4,), (64,), mail, out, seed=seed)
     assert (out.reshape(4, 64) == [[2], [3], [4], [1]]).all()
+
+
+LAST_BLOCK = """
+extern "C" __global__ void add(int* parts, int* sum, unsigned* count) {
+    __shared__ bool last;
+    parts[blockIdx.x * blockDim.x + threadIdx.x] = 1;
+    __threadfence(); __syncthreads();
+    if (threadIdx.x == 0) { last = atomicAdd(count, 1) == gridDim.x - 1; __threadfence(); }
+    __syncthreads();
+    __threadfence();
+    for (int i = threadIdx.x; last && i < gridDim.x * blockDim.x; i += blockDim.x)
+        atomicAdd(sum, parts[i]);
+}
+"""
+
+
+def test_what_one_warp_has_acquired_its_block_keeps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block knows all that came before it: to keep that in every warp takes a large grid's
+    memory, and its time.
+    """
+    kept: list[int] = []
+    acquired = block_order._Acquired
+
+    def keep(warp: int, *what: Any) -> Any:
+        kept.append(warp)
+        return acquired(warp, *what)
+
+    monkeypatch.setattr(block_order, "_Acquired", keep)
+    parts, total = np.zeros(8 * 128, np.int32), np.zeros(1, np.int32)
+    run(LAST_BLOCK, "add", (8,), (128,), parts, total, np.zeros(1, np.uint32), seed=None)
+    assert total[0] == 8 * 128
+    assert kept == [0] * 7

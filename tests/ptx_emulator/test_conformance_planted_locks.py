@@ -101,11 +101,13 @@ KERNEL(an_addition_without_a_result_acquires_nothing) ARGS {
     __threadfence();
     data[0] *= 2;                                                               // BUG
 }
-KERNEL(the_last_block_does_not_fence) ARGS {
+KERNEL(the_last_block_reads_what_no_fence_published) ARGS {
+    // With the fence, as in NVIDIA's guide: the barrier stands for a fence after the atomic.
     __shared__ bool last;
     out[64 + 64 * blockIdx.x + T] = 1;                                          // BUG
-    __threadfence(); __syncthreads();
-    if (T == 0) { last = atomicAdd(flag, 1) == 1; FIX(__threadfence();) }
+    FIX(__threadfence();)
+    __syncthreads();
+    if (T == 0) last = atomicAdd(flag, 1) == 1;
     __syncthreads();
     if (!last || T) return;
     data[0] = 0;
@@ -146,7 +148,7 @@ def test_the_bug_is_named_at_its_line(kernel: str, seed: int | None) -> None:
     error = assert_reported(PREAMBLE + CUDA, kernel, lambda: run(kernel, False, seed))
     forgiven = kernel in (
         *("lock_without_a_fence", "lock_that_does_not_acquire", "a_flag_that_is_swapped"),
-        *("the_last_block_does_not_fence", "lock_in_shared_memory"),
+        "lock_in_shared_memory",
     )
     assert severity(error) == ("by-the-letter" if forgiven else "error")
 

@@ -11,9 +11,10 @@ import torch
 from flashgen import reference
 from flashgen.calls.ops import Report
 from flashgen.shared.signature import LAYOUT
+from flashgen.spec.analysis.score import analyse_score
 from flashgen.spec.language.block_layout import TENSORS
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, B, H, K, Q
+from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
 from tests.support.sparse_layouts import touched
 
 _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
@@ -21,10 +22,13 @@ _SHAPE = re.compile(r"\.m(\d+)n(\d+)k(\d+)\.")
 _PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkdv": (2, 2), "fused": (3, 2)}
 
 
-def visited(report: Report) -> float:
+def visited(report: Report, spec: AttentionSpec | None = None) -> float:
     """Tiles that a 16-bit kernel computed: its multiplications divided by those of one tile.
 
     On Hopper's path the head dims must be multiples of 16, for "fused" of 64: others are padded.
+
+    Args:
+        spec: that of the kernel; None for a softmax.
     """
     assert report.counters is not None
     assert report.kernel is not None
@@ -37,6 +41,11 @@ def visited(report: Report) -> float:
             done += count * math.prod(map(int, shape.groups())) / warps
     with_q, with_v = _PRODUCTS[plan.kernel]
     depth = with_q * plan.head_dim + with_v * plan.head_dim_v
+    if spec is not None and not spec.is_softmax:
+        if plan.kernel == "dq" and SCORE not in analyse_score(spec.score).derivative.free_symbols:
+            depth -= plan.head_dim  # the slope of the weight needs no scores
+        if plan.kernel == "forward" and spec.rounds_sums:
+            depth += 8  # the product of the rounded weights with a column of ones
     return done / (plan.block_q * plan.block_k * depth)
 
 
