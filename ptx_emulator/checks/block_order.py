@@ -86,8 +86,8 @@ class BlockOrder:
         m = self.machine
         for row in rows.tolist() if self._polled else ():
             warp, block = int(m.row_member[row]), int(m.cluster_ids[int(m.row_cluster[row])])
-            for other, known in self._polls(row, (True,)):
-                if other == warp and known.keys() - {block, ~block}:
+            for _, known in self._polled.get(block, {}).get((warp, True), ())[-1:]:
+                if known.keys() - {block, ~block}:
                     self._acquire(row, known)
 
     def awaits_fence(self, row: int, stamp: int) -> bool:

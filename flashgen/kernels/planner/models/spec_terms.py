@@ -82,7 +82,7 @@ def special_functions(spec: AttentionSpec, kernel: str) -> float:
         share[let] = _share(values[let], share)
     parts = [*(values[let] for let in own), *code.block.results]
     nodes = (node for part in parts for node in sympy.preorder_traversal(part))
-    return sum(_special(node, share, ITEMSIZE[spec.dtype] < 4) for node in nodes)
+    return sum(_special(node, share, OPERANDS[spec.dtype].approximates) for node in nodes)
 
 
 def _share(expr: sympy.Basic, share: Mapping[sympy.Symbol, float]) -> float:
@@ -158,7 +158,7 @@ def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
     results = [replaced(result, {SCALE: _HALF}) for result in code.block.results]
     parts = {level: [lets[let] for let in code.needed(level)] for level in Level}
     rows, columns = (Level.KEY, Level.QUERY) if kernel in KEY_KERNELS else (Level.QUERY, Level.KEY)
-    fast = ITEMSIZE[spec.dtype] < 4
+    fast = OPERANDS[spec.dtype].approximates
 
     def count(level: Level) -> int:
         return sum(_operations(expr, fast) for expr in parts[level])
