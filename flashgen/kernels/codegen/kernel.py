@@ -38,7 +38,13 @@ from flashgen.kernels.planner.models.forward_sm80 import PANEL
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS
 from flashgen.kernels.planner.models.spec_terms import is_wide
 from flashgen.shared.arch import version_of
-from flashgen.shared.dtypes import CACHE_DTYPES, ELEMENTS, OPERANDS, POSITION_LIMIT
+from flashgen.shared.dtypes import (
+    CACHE_DTYPES,
+    ELEMENTS,
+    OPERANDS,
+    POSITION_LIMIT,
+    CacheDtype,
+)
 from flashgen.shared.launch_facts import PAGED_KERNELS, SPAN
 from flashgen.shared.signature import is_by_row
 from flashgen.shared.split_choice import SPLITS_OF_GROUP
@@ -86,116 +92,178 @@ def kernel(
     Raises:
         RenderError: the template uses a field that is missing.
     """
-    name = kernel_name(spec, plan)
-    tensors = code.functions.tensors if code else ()
-    readers = code.functions.readers if code else ()
-    tables = code.functions.tables if code else ()
-    for tensor, function in code.tensors if code else ():
-        if function.name not in {each.name for each in readers}:
-            tensors, readers = (*tensors, tensor), (*readers, function)
-    sink, logit = spec.sink if plan.sink_bytes else None, None
-    if sink is not None:
-        logit = logit_of_row(spec, plan, sink)
-        if sink.name not in {tensor.name for tensor in tensors}:
-            tensors, readers = (*tensors, sink), (*readers, reader(sink))
-    packed = spec.packed and plan.kernel != "delta"
-    if packed and code is None:
-        tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
-    offsets = spec.offsets if code else ()
-    forward = plan.kernel == "forward"
-    has_sums = spec.sums_weights and not spec.takes_maxima
-    split = spec.split and forward
-    paged = spec.paged and plan.kernel in PAGED_KERNELS
-    by_entry = bool(offsets) or paged
-    own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
-    params = [*own, *WORK_TILES]
-    params += [param for tensor in tensors for param in params_of_tensor(tensor)]
-    params += [param_of_table(tensor, axis) for tensor, axis in tables]
-    codes = None if spec.kv_dtype is None or not paged else CACHE_DTYPES[spec.kv_dtype]
-    converts_e4m3 = version_of(plan.arch)[:2] >= (8, 9)
-    if codes is not None:  # kernels copy the scales of codes with them
-        params += [param for tensor in SCALES for param in params_of_tensor(tensor)]
-    params.append(SINK_SUMS)
-    if plan.of_captured:
-        learned, sums = [tensor for tensor in tensors if tensor.grad], type_of_sums(plan)
-        readers += tuple(place_of_sum(tensor, sums) for tensor in learned)
-        params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
+    tensors, readers = _tensors_read(spec, plan, code)
+    params = _params_of_kernel(spec, plan, code, tensors)
     printed = code.printed if code else ()
-    shares_rows = forward and plan.column_warps > 1
-    wide = forward and is_wide(spec)
     return rendered(
         template,
         spec,
         plan,
-        name,
+        kernel_name(spec, plan),
         params,
         spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
-        element=OPERANDS[plan.dtype],
-        stored=ELEMENTS[plan.dtype].stored,
-        span=SPAN,
-        sparse=spec.block_sparse if code else None,
+        maps=[param.name for param in params if param.ctype == "tensormap"],
         walk=code.walk if code else None,
         score=code.score if code else None,
         partials=code.partials if code else None,
-        records=plan.records,
-        clusters=plan.cluster > 1,
-        forward=forward,
-        fused=plan.kernel == "fused",
-        dropout=spec.dropout,
-        draws=spec.draws,
-        softmax=spec.is_softmax,
-        sums_weights=spec.sums_weights,
-        sums=has_sums,  # of the weights of a row
-        # The weighted sums over some of a row's keys are divided when they have been merged.
-        divides=has_sums and not (spec.adds_parts and forward),
-        takes_maxima=spec.takes_maxima,
-        rounds_sums=spec.rounds_sums and plan.dtype != "float32",
-        counted_head=functools.partial(_counted_head, plan),
-        head_in_whole=head_in_whole(spec, "h"),
-        heads_of_whole=heads_of_whole(spec),
-        packed=packed,
-        offsets=[tensor.name for tensor in offsets],
-        split=split,
-        folds=plan.folds,
-        runs=plan.runs,
-        joins=plan.joins,
-        splits_of_group=SPLITS_OF_GROUP,
-        paged=paged,
-        codes=codes,
-        code_tiles=codes is not None and plan.tiles_hold_codes,
-        ordered=plan.orders_queries,
-        small_scales=codes is not None
-        and plan.tiles_hold_codes
-        and (codes.short == "int8" or (codes.short == "e4m3" and not converts_e4m3)),
-        one_tensor=plan.one_tensor,
-        shares_rows=shares_rows,
-        wide=wide,
-        makes_q_again=shares_rows or wide,
-        two_shares=shares_rows and not plan.one_tensor,
-        two_parts=shares_rows and plan.one_tensor,
-        single_v=forward and plan.stages_v < plan.stages,
-        row_warpgroups="1" if shares_rows else "CONSUMERS",
-        o_columns="O_COLUMNS" if shares_rows else "HEAD_DIM_V",
-        row_warp="thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",
-        score_k="SCORE_K" if plan.exchanges else "BLOCK_K",
-        PANEL=PANEL,
-        converts_e4m3=converts_e4m3,
-        by_entry=by_entry,
-        sets_length=any(
-            is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars
-        ),
-        position_limit=POSITION_LIMIT,
-        parameter="packed" if packed else "call" if by_entry or split else "p",
-        maps=[param.name for param in params if param.ctype == "tensormap"],
-        ragged_rows=RAGGED_ROWS,
-        sink=logit,
-        row_sink=sink is not None and is_by_row(sink.dims),
         assumptions=tuple(code.functions.printer.assumptions) if code else (),
         outlined=tuple((f.name, f.operations) for f in printed if not f.is_inlined),
         calls_sines=any(f.calls_sines for f in printed),
+        **_fields_of_spec(spec, plan, evaluates=code is not None),
+        **_fields_of_forward(spec, plan),
+        **_fields_of_codes(spec, plan),
         **_fields_of_path(spec, plan, code),
         **fields,
     )
+
+
+def _tensors_read(
+    spec: AttentionSpec, plan: Plan, code: KernelCode | None
+) -> tuple[tuple[Tensor, ...], tuple[DeviceFunction, ...]]:
+    """The captured tensors that a kernel reads, and the functions that read elements of them."""
+    tensors = code.functions.tensors if code else ()
+    readers = code.functions.readers if code else ()
+    for tensor, function in code.tensors if code else ():
+        if function.name not in {each.name for each in readers}:
+            tensors, readers = (*tensors, tensor), (*readers, function)
+    sink = _sink_of(spec, plan)
+    if sink is not None and sink.name not in {tensor.name for tensor in tensors}:
+        tensors, readers = (*tensors, sink), (*readers, reader(sink))
+    if _is_packed(spec, plan) and code is None:
+        tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
+    if plan.of_captured:
+        sums = type_of_sums(plan)
+        readers += tuple(place_of_sum(tensor, sums) for tensor in tensors if tensor.grad)
+    return tensors, readers
+
+
+def _params_of_kernel(
+    spec: AttentionSpec, plan: Plan, code: KernelCode | None, tensors: tuple[Tensor, ...]
+) -> list[Param]:
+    """All that the templates may read of the call; `rendered` keeps what they do read."""
+    own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
+    params = [*own, *WORK_TILES]
+    params += [param for tensor in tensors for param in params_of_tensor(tensor)]
+    tables = code.functions.tables if code else ()
+    params += [param_of_table(tensor, axis) for tensor, axis in tables]
+    if _codes_of(spec, plan) is not None:  # kernels copy the scales of codes with them
+        params += [param for tensor in SCALES for param in params_of_tensor(tensor)]
+    params.append(SINK_SUMS)
+    if plan.of_captured:
+        learned, sums = [tensor for tensor in tensors if tensor.grad], type_of_sums(plan)
+        params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
+    return params
+
+
+def _sink_of(spec: AttentionSpec, plan: Plan) -> Tensor | None:
+    """The sink, where the kernel reads it."""
+    return spec.sink if plan.sink_bytes else None
+
+
+def _is_packed(spec: AttentionSpec, plan: Plan) -> bool:
+    """Whether blocks have sequences; the delta kernel has rows, whatever their sequence."""
+    return spec.packed and plan.kernel != "delta"
+
+
+def _is_paged(spec: AttentionSpec, plan: Plan) -> bool:
+    return spec.paged and plan.kernel in PAGED_KERNELS
+
+
+def _codes_of(spec: AttentionSpec, plan: Plan) -> CacheDtype | None:
+    """The dtype of the codes that the kernel reads from a cache."""
+    return CACHE_DTYPES[spec.kv_dtype] if spec.kv_dtype and _is_paged(spec, plan) else None
+
+
+def _fields_of_spec(spec: AttentionSpec, plan: Plan, *, evaluates: bool) -> dict[str, Any]:
+    """The fields that say what is computed.
+
+    Args:
+        evaluates: whether the kernel evaluates the mask and the score.
+    """
+    forward, packed, sink = plan.kernel == "forward", _is_packed(spec, plan), _sink_of(spec, plan)
+    offsets = spec.offsets if evaluates else ()
+    by_entry = bool(offsets) or _is_paged(spec, plan)
+    has_sums = spec.sums_weights and not spec.takes_maxima
+    return {
+        "element": OPERANDS[plan.dtype],
+        "stored": ELEMENTS[plan.dtype].stored,
+        "span": SPAN,
+        "position_limit": POSITION_LIMIT,
+        "ragged_rows": RAGGED_ROWS,
+        "PANEL": PANEL,
+        "sparse": spec.block_sparse if evaluates else None,
+        "dropout": spec.dropout,
+        "draws": spec.draws,
+        "softmax": spec.is_softmax,
+        "sums_weights": spec.sums_weights,
+        "sums": has_sums,  # of the weights of a row
+        # The weighted sums over some of a row's keys are divided when they have been merged.
+        "divides": has_sums and not (spec.adds_parts and forward),
+        "takes_maxima": spec.takes_maxima,
+        "rounds_sums": spec.rounds_sums and plan.dtype != "float32",
+        "sink": None if sink is None else logit_of_row(spec, plan, sink),
+        "row_sink": sink is not None and is_by_row(sink.dims),
+        "counted_head": functools.partial(_counted_head, plan),
+        "head_in_whole": head_in_whole(spec, "h"),
+        "heads_of_whole": heads_of_whole(spec),
+        "packed": packed,
+        "paged": _is_paged(spec, plan),
+        "offsets": [tensor.name for tensor in offsets],
+        "by_entry": by_entry,
+        "sets_length": any(
+            is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars
+        ),
+        "parameter": "packed"
+        if packed
+        else "call"
+        if by_entry or (spec.split and forward)
+        else "p",
+        "fused": plan.kernel == "fused",
+        "records": plan.records,
+        "clusters": plan.cluster > 1,
+        "one_tensor": plan.one_tensor,
+    }
+
+
+def _fields_of_forward(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
+    """The fields of forward kernels: splits of the keys, and warps that share rows."""
+    forward = plan.kernel == "forward"
+    shares_rows = forward and plan.column_warps > 1
+    wide = forward and is_wide(spec)
+    return {
+        "forward": forward,
+        "split": spec.split and forward,
+        "folds": plan.folds,
+        "runs": plan.runs,
+        "joins": plan.joins,
+        "splits_of_group": SPLITS_OF_GROUP,
+        "shares_rows": shares_rows,
+        "wide": wide,
+        "makes_q_again": shares_rows or wide,
+        "two_shares": shares_rows and not plan.one_tensor,
+        "two_parts": shares_rows and plan.one_tensor,
+        "single_v": forward and plan.stages_v < plan.stages,
+        "row_warpgroups": "1" if shares_rows else "CONSUMERS",
+        "o_columns": "O_COLUMNS" if shares_rows else "HEAD_DIM_V",
+        "row_warp": "thread / 32 % ROW_WARPS" if shares_rows else "thread / 32",
+        "score_k": "SCORE_K" if plan.exchanges else "BLOCK_K",
+    }
+
+
+def _fields_of_codes(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
+    """The fields of kernels that read codes of 8 bits from a cache."""
+    codes, converts_e4m3 = _codes_of(spec, plan), version_of(plan.arch)[:2] >= (8, 9)
+    in_tiles = codes is not None and plan.tiles_hold_codes
+    converts = codes is not None and (
+        codes.short == "int8" or (codes.short == "e4m3" and not converts_e4m3)
+    )
+    return {
+        "codes": codes,
+        "code_tiles": in_tiles,
+        "ordered": plan.orders_queries,
+        "small_scales": in_tiles and converts,
+        "converts_e4m3": converts_e4m3,
+    }
 
 
 def _fields_of_path(spec: AttentionSpec, plan: Plan, code: KernelCode | None) -> dict[str, Any]:
