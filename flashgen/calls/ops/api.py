@@ -396,9 +396,19 @@ class Attention:
                 whole=whole,
                 autocast=autocast,
             )
-            q, k, v, captured, rng = operands
-        else:
-            captured = ()
+        return self._run(operator, operands, options, return_lse, traced)
+
+    def _run(
+        self,
+        operator: Operator,
+        operands: Operands,
+        options: CallOptions,
+        return_lse: bool,
+        traced: bool,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The results of a call by the shortest way: without Python, without the dispatcher, or
+        with it where something beside autograd has to see the call."""
+        q, k, v, captured, rng = operands
         if not traced:
             self._latest.used = operator
             if operator.native is not None:
@@ -413,7 +423,7 @@ class Attention:
             return result if return_lse else result[0]
         given = rng
         if rng is None and operator.dropout:
-            rng = draw_rng(dropout_p, q.device)
+            rng = draw_rng(options.dropout_p, q.device)
             operands = operands._replace(rng=rng)
         if (
             torch.is_grad_enabled()

@@ -283,93 +283,159 @@ def backward_traffic(
     """
     if plan.kernel == "forward":
         raise ValueError("this is the forward kernel: use forward_traffic")
-    e, pairs = plan.itemsize, batch * heads_q
-    qk_row, v_row = plan.head_dim * e, plan.head_dim_v * e
-    queries, dq_sums = pairs * seq_q, plan.elements_of_sums(batch, heads_q, seq_q) * SUM_BYTES
-    if plan.kernel == "convert_dq":
-        return Traffic(dq=queries * qk_row, sums_read=dq_sums)
+    sizes = LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k)
     if plan.kernel in CONVERT_KERNELS:
-        gradient, keys = CONVERT_KERNELS[plan.kernel], batch * heads_kv * seq_k
-        written = {gradient: keys * (qk_row if gradient == "dk" else v_row)}
-        parts, _ = plan.parts_of_group(batch, heads_q, heads_kv, seq_q, seq_k)
-        sums = plan.elements_of_sums(batch, heads_kv * parts, seq_k) * SUM_BYTES
-        return Traffic(sums_read=sums, **written)
+        return _of_conversion(plan, sizes)
     if plan.kernel == "delta":
-        if not plan.has_rows:
-            return Traffic(sums_zeroed=dq_sums)
-        sums = pairs * -(-seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
-        return Traffic(
-            o=queries * v_row,
-            do=queries * v_row,
-            lse=queries * LSE_BYTES * (2 if dlse else 1),
-            rows_written=queries * ROW_BYTES,
-            sink=queries * plan.sink_bytes,
-            dsink=sums * SUM_BYTES,
-            sums_zeroed=dq_sums,
+        return _of_rows(plan, sizes, dlse=dlse)
+    loop = _MainLoop.of(plan, sizes, visited)
+    if plan.kernel == "tangent":
+        return _of_tangents(plan, sizes, loop)
+    return (_of_keys if plan.owns_keys else _of_queries)(plan, sizes, loop)
+
+
+def _row_bytes(plan: Plan) -> tuple[int, int]:
+    """Bytes of a row of Q or K, and of V or O."""
+    return plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
+
+
+def _parts(plan: Plan, sizes: LaunchSizes) -> int:
+    """The parts of a group of query heads."""
+    return plan.parts_of_group(*sizes)[0]
+
+
+def _bytes_of_dq_sums(plan: Plan, sizes: LaunchSizes) -> int:
+    return plan.elements_of_sums(sizes.batch, sizes.heads_q, sizes.seq_q) * SUM_BYTES
+
+
+def _of_conversion(plan: Plan, sizes: LaunchSizes) -> Traffic:
+    """A kernel that writes a gradient from its float32 sums."""
+    qk_row, v_row = _row_bytes(plan)
+    if plan.kernel == "convert_dq":
+        queries = sizes.batch * sizes.heads_q * sizes.seq_q
+        return Traffic(dq=queries * qk_row, sums_read=_bytes_of_dq_sums(plan, sizes))
+    gradient = CONVERT_KERNELS[plan.kernel]
+    keys = sizes.batch * sizes.heads_kv * sizes.seq_k
+    written = {gradient: keys * (qk_row if gradient == "dk" else v_row)}
+    heads = sizes.heads_kv * _parts(plan, sizes)
+    sums = plan.elements_of_sums(sizes.batch, heads, sizes.seq_k) * SUM_BYTES
+    return Traffic(sums_read=sums, **written)
+
+
+def _of_rows(plan: Plan, sizes: LaunchSizes, *, dlse: bool) -> Traffic:
+    """The kernel "delta"."""
+    zeroed = _bytes_of_dq_sums(plan, sizes)
+    if not plan.has_rows:
+        return Traffic(sums_zeroed=zeroed)
+    pairs, (_, v_row) = sizes.batch * sizes.heads_q, _row_bytes(plan)
+    queries = pairs * sizes.seq_q
+    sums = pairs * -(-sizes.seq_q // plan.block_q) * plan.warps if plan.sink_bytes else 0
+    return Traffic(
+        o=queries * v_row,
+        do=queries * v_row,
+        lse=queries * LSE_BYTES * (2 if dlse else 1),
+        rows_written=queries * ROW_BYTES,
+        sink=queries * plan.sink_bytes,
+        dsink=sums * SUM_BYTES,
+        sums_zeroed=zeroed,
+    )
+
+
+class _MainLoop(NamedTuple):
+    """What the main loops of all blocks of a launch walk.
+
+    Attributes:
+        tiles: tiles of a head that blocks own.
+        own_rows: rows of these tiles that exist, without tiles that reach no other.
+        walked_rows: rows of the tiles that all blocks walk.
+        walked_tiles: these tiles.
+        scores: the elements of S that are computed.
+    """
+
+    tiles: int
+    own_rows: int
+    walked_rows: int
+    walked_tiles: int
+    scores: int
+
+    @staticmethod
+    def of(plan: Plan, sizes: LaunchSizes, visited: Visited | None) -> _MainLoop:
+        owned, walked = (plan.walked_queries, sizes.seq_q), (plan.walked_keys, sizes.seq_k)
+        if plan.owns_keys:
+            owned, walked = walked, owned
+        walks = walks_of_head(plan, sizes, visited)
+        tiles = -(-owned[1] // owned[0])
+        reaching = (place for place in range(tiles) if any(map(len, walks[place::tiles])))
+        times = sizes.batch * sizes.heads_q * tiles // len(walks)  # repetitions of these walks
+        steps = sum(plan.steps_of(len(each)) for each in walks)
+        return _MainLoop(
+            tiles,
+            rows_in(reaching, *owned),
+            times * rows_in(chain(*walks), *walked),
+            times * sum(map(len, walks)),
+            times * steps * plan.block_q * plan.block_k,
         )
 
-    owned, walked = (plan.walked_queries, seq_q), (plan.walked_keys, seq_k)
-    if plan.owns_keys:
-        owned, walked = walked, owned
-    walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
-    count = -(-owned[1] // owned[0])
-    reaching = (place for place in range(count) if any(map(len, walks[place::count])))
-    own_rows, walked_rows = rows_in(reaching, *owned), rows_in(chain(*walks), *walked)
-    times = pairs * count // len(walks)  # repetitions of these walks
-    steps = times * sum(plan.steps_of(len(tiles)) for tiles in walks)
-    scores = steps * plan.block_q * plan.block_k
-    own, walked_keys = pairs * own_rows * qk_row, pairs * walked_rows
-    if plan.kernel == "tangent":
-        keys = walked_keys * qk_row
-        values = walked_keys * v_row
-        moves = {name: name in plan.moving for name in "qkv"}
-        sums = plan.has_rows
-        # Tiles that reach no key read it too, and a sink once more. Not counted is the lane that
-        # reads the sum of a row's weights before it writes the tangent of this sum.
-        reads = QUAD * plan.column_warps * (2 if plan.sink_bytes else 1)
-        return Traffic(
-            q=own,
-            q_tangent=own * moves["q"],
-            k=keys,
-            k_tangent=keys * moves["k"],
-            v=values * plan.scores_move,
-            v_tangent=values * moves["v"],
-            # Rows past the last one read its O.
-            o=pairs * count * owned[0] * v_row * (sums and plan.scores_move),
-            lse=queries * LSE_BYTES * reads * sums,
-            o_tangent=queries * v_row,
-            lse_tangent=queries * LSE_BYTES,
-            sink=batch * heads_q * plan.sink_bytes * count * WARP * plan.warps,
-            scores=scores,
-        )
-    of_row = ROW_BYTES if plan.has_rows else 0
-    if plan.kernel == "dq" or plan.of_captured:
-        return Traffic(
-            q=pairs * own_rows * qk_row,
-            do=pairs * own_rows * v_row,
-            # Tiles that reach no key read them too.
-            rows_read=pairs * seq_q * of_row * QUAD * plan.column_warps,
-            k=pairs * walked_rows * qk_row,
-            v=pairs * walked_rows * v_row,
-            dq=pairs * seq_q * qk_row if plan.kernel == "dq" else 0,
-            scores=scores,
-        )
-    blocks = batch * heads_kv
-    parts, _ = plan.parts_of_group(batch, heads_q, heads_kv, seq_q, seq_k)
-    of_keys = {"dk": blocks * seq_k * qk_row, "dv": blocks * seq_k * v_row}
-    if plan.in_parts:
-        blocks *= parts
-        sums = blocks * count * plan.block_k * SUM_BYTES
-        of_keys = {"dk_sums": sums * plan.head_dim, "dv_sums": sums * plan.head_dim_v}
-    sums_of_step = walked[0] * plan.sums_tile[1] * SUM_BYTES if plan.sums_tile else 0
-    times_read = times * plan.walks
+
+def _of_tangents(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
+    """The kernel "tangent"."""
+    pairs, (qk_row, v_row) = sizes.batch * sizes.heads_q, _row_bytes(plan)
+    own, queries = pairs * loop.own_rows * qk_row, pairs * sizes.seq_q
+    keys, values = loop.walked_rows * qk_row, loop.walked_rows * v_row
+    moves = {name: name in plan.moving for name in "qkv"}
+    # Tiles that reach no key read it too, and a sink once more. Not counted is the lane that
+    # reads the sum of a row's weights before it writes the tangent of this sum.
+    reads = QUAD * plan.column_warps * (2 if plan.sink_bytes else 1)
     return Traffic(
-        k=blocks * own_rows * qk_row,
-        v=blocks * own_rows * v_row,
-        q=times_read * walked_rows * qk_row,
-        do=times_read * walked_rows * v_row,
-        rows_read=times_read * walked_rows * of_row,
-        **of_keys,
-        added=times * sum(map(len, walks)) * sums_of_step,
-        scores=scores,
+        q=own,
+        q_tangent=own * moves["q"],
+        k=keys,
+        k_tangent=keys * moves["k"],
+        v=values * plan.scores_move,
+        v_tangent=values * moves["v"],
+        # Rows past the last one read its O.
+        o=pairs * loop.tiles * plan.walked_queries * v_row * (plan.has_rows and plan.scores_move),
+        lse=queries * LSE_BYTES * reads * plan.has_rows,
+        o_tangent=queries * v_row,
+        lse_tangent=queries * LSE_BYTES,
+        sink=pairs * plan.sink_bytes * loop.tiles * WARP * plan.warps,
+        scores=loop.scores,
+    )
+
+
+def _of_queries(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
+    """A kernel whose blocks own queries: "dq", or one of the gradients of learned tensors."""
+    pairs, (qk_row, v_row) = sizes.batch * sizes.heads_q, _row_bytes(plan)
+    of_row = ROW_BYTES * plan.has_rows
+    return Traffic(
+        q=pairs * loop.own_rows * qk_row,
+        do=pairs * loop.own_rows * v_row,
+        # Tiles that reach no key read them too.
+        rows_read=pairs * sizes.seq_q * of_row * QUAD * plan.column_warps,
+        k=loop.walked_rows * qk_row,
+        v=loop.walked_rows * v_row,
+        dq=pairs * sizes.seq_q * qk_row if plan.kernel == "dq" else 0,
+        scores=loop.scores,
+    )
+
+
+def _of_keys(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
+    """A kernel whose blocks own keys: "dkdv" or "fused"."""
+    blocks, (qk_row, v_row) = sizes.batch * sizes.heads_kv, _row_bytes(plan)
+    written = {"dk": blocks * sizes.seq_k * qk_row, "dv": blocks * sizes.seq_k * v_row}
+    if plan.in_parts:
+        blocks *= _parts(plan, sizes)
+        sums = blocks * loop.tiles * plan.block_k * SUM_BYTES
+        written = {"dk_sums": sums * plan.head_dim, "dv_sums": sums * plan.head_dim_v}
+    sums_of_tile = plan.walked_queries * plan.sums_tile[1] * SUM_BYTES if plan.sums_tile else 0
+    rows_read = plan.walks * loop.walked_rows
+    return Traffic(
+        k=blocks * loop.own_rows * qk_row,
+        v=blocks * loop.own_rows * v_row,
+        q=rows_read * qk_row,
+        do=rows_read * v_row,
+        rows_read=rows_read * ROW_BYTES * plan.has_rows,
+        **written,
+        added=loop.walked_tiles * sums_of_tile,
+        scores=loop.scores,
     )
