@@ -155,22 +155,23 @@ class Barriers:
     def _in_turn(self, here: Execution, blocks: Array, ids: Array) -> None:
         """Checks that warps have seen the last use of a barrier complete before they use it again.
 
-        Otherwise they may count as arrivals of that use.
+        Otherwise they may count as arrivals of that use. A use may need two arrivals of a warp,
+        such as one of bar.arrive and one of bar.sync: if every arrival behind it has seen it
+        complete, no other arrival can stand for one of them.
         """
         m, before = self.machine, self.completed[blocks, ids]
         rows = here.cohort.rows
-        twice = self.arrivals[blocks, ids, m.row_member[rows]] > 0
-        if not before.any() and not twice.any():
+        if not before.any():
             return
         seen = m.clocks.seen[m.row_cluster[rows], m.row_member[rows]]
         late = before > seen[:, : m.cluster_warps]
-        bad = twice | late.any(axis=1)
+        bad = late.any(axis=1)
         if not bad.any():
             return
         row = int(np.argmax(bad))
         last = m.program.describe(int(self.latest[blocks[row], ids[row], 1]))
         others = [m.member_name(other) for other in np.flatnonzero(late[row]).tolist()]
-        who = "this warp" if twice[row] else ", ".join(others)
+        who = ", ".join(others)
         what = "a warp arrives at a barrier again, and nothing shows it that the last use of the "
         what += "barrier is complete: it may count as an arrival of that use"
         numbers = f"barrier {ids[row]}, used by {who}: {last}"

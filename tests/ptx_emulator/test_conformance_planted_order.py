@@ -268,6 +268,13 @@ KERNEL(an_arrival_for_the_next_turn, RaceError, arrives at a barrier again) ARGS
         out[T + 1] = s[LANE + 32];
     }
 }
+KERNEL(a_count_without_the_second_arrival_of_a_warp, RaceError, arrives at a barrier again) ARGS {
+    if (T / 32 < 2)
+        NAMED("arrive", 1, FIX(96) BUG(64));                            // BUG
+    if (T / 32 == 1)
+        NAMED("sync", 1, FIX(96) BUG(64));                              // BUG
+    out[T] = 1;
+}
 KERNEL(a_barrier_of_two_teams, RaceError, arrives at a barrier again) ARGS {
     __shared__ int s[128];
     s[T] = in[T];
@@ -388,6 +395,7 @@ def test_its_correct_twin_runs(kernel: str) -> None:
         "three_tries",
         "tries_that_are_counted",
         "phases_that_pass_before_the_first_wait",
+        "a_count_without_the_second_arrival_of_a_warp",
     ],
 )
 def test_it_is_found_in_every_order(kernel: str) -> None:
