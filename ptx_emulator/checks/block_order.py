@@ -9,7 +9,9 @@ after it, too.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from ptx_emulator.state.wave import Wave
 BLOCK_SHIFT = 32
 _KEPT_POLLS = 16  # of each warp
 LOW = (1 << 32) - 1
+_CLOCK = attrgetter("clock")
 
 ClocksByBlock = dict[int, Array]
 """Per block b, the clocks of its warps up to which accesses are ordered; with the key ~b those up
@@ -29,10 +32,9 @@ to which writes are visible to the asynchronous proxy. The arrays never change: 
 between as many of these as there are blocks, and copies would cost their square."""
 
 
-class _Acquired(NamedTuple):
-    """An atomic of a warp, at its clock, that acquired clocks of other blocks."""
+class _Learnt(NamedTuple):
+    """What a warp had acquired of other blocks at its clock, by then and before."""
 
-    warp: int
     clock: int
     known: ClocksByBlock
 
@@ -48,7 +50,7 @@ class BlockOrder:
         self._fenced: dict[tuple[int, int], ClocksByBlock] = {}
         self._polled: dict[int, dict[tuple[int, bool], list[tuple[int, ClocksByBlock]]]] = {}
         self._released: dict[int, ClocksByBlock] = {}  # by address: what an acquire obtains
-        self._learnt: dict[int, list[_Acquired]] = {}  # by block
+        self._learnt: dict[int, dict[int, list[_Learnt]]] = {}  # by block and warp
 
     def fence(self, rows: Array, sequential: bool = False) -> None:
         """A fence of device scope: the next atomic of each warp releases its current clocks.
@@ -135,10 +137,16 @@ class BlockOrder:
         visible = m.clocks.proxied(slot, warp)
         if visible is not None:
             known[~block] = np.minimum(visible, seen)
-        for entry in self._learnt.get(block, ()):
-            if seen[entry.warp] >= entry.clock:
-                _join(known, entry.known)
+        for learnt in self._learnt_by(block, seen):
+            _join(known, learnt)
         return known
+
+    def _learnt_by(self, block: int, seen: Array) -> Iterator[ClocksByBlock]:
+        """What each warp of a block, up to these clocks, has acquired of other blocks."""
+        for warp, entries in self._learnt.get(block, {}).items():
+            place = bisect.bisect_right(entries, seen[warp], key=_CLOCK)
+            if place:
+                yield entries[place - 1].known
 
     def has_ordered(self, row: int, stamp: int, proxied: bool = False) -> bool:
         """Whether fences and atomics order an access of another block before a warp; ``proxied``:
@@ -149,9 +157,9 @@ class BlockOrder:
         other = block_of(stamp) - 1
         agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
         seen = self.machine.clocks.seen[slot, warp]
-        for entry in self._learnt.get(int(m.cluster_ids[slot]), ()):
-            known = entry.known.get(~other if proxied else other)
-            if known is not None and known[agent] >= clock and seen[entry.warp] >= entry.clock:
+        for learnt in self._learnt_by(int(m.cluster_ids[slot]), seen):
+            known = learnt.get(~other if proxied else other)
+            if known is not None and known[agent] >= clock:
                 return True
         return False
 
@@ -192,15 +200,16 @@ class BlockOrder:
         """A warp acquires clocks, unless it is ordered after a warp that has acquired them."""
         m = self.machine
         slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-        seen = m.clocks.seen[slot, warp]
-        entries = self._learnt.setdefault(int(m.cluster_ids[slot]), [])
-        for entry in reversed(entries):
-            before = entry.known
-            if seen[entry.warp] < entry.clock or not before.keys() >= offered.keys():
-                continue
-            if all(before[b] is v or (before[b] >= v).all() for b, v in offered.items()):
+        block, clock = int(m.cluster_ids[slot]), int(m.clocks.clock[row])
+        for before in self._learnt_by(block, m.clocks.seen[slot, warp]):
+            if before.keys() >= offered.keys() and all(
+                before[b] is v or (before[b] >= v).all() for b, v in offered.items()
+            ):
                 return
-        entries.append(_Acquired(warp, int(m.clocks.clock[row]), dict(offered)))
+        entries = self._learnt.setdefault(block, {}).setdefault(warp, [])
+        known = dict(entries[-1].known) if entries else {}
+        _join(known, offered)
+        entries.append(_Learnt(clock, known))
 
 
 def block_of(stamps: Any) -> Any:

@@ -32,8 +32,9 @@ from ptx_emulator.state.wave import Site, Wave, ranges_text
 
 # Turns of polling, and nothing else, of each cohort until the launch counts as a deadlock.
 _MOST_TURNS = 16
-# Every FAIR_EVERY steps the cohort that ran longest ago runs, so that polling starves none.
-FAIR_EVERY = 256
+# Of FAIR_EVERY steps the cohort that ran longest ago runs the last FAIR_STEPS, so that polling
+# starves none: the holder of a lock, which others poll at earlier instructions, gives it back then.
+FAIR_EVERY, FAIR_STEPS = 256, 8
 MOST_AHEAD = 1 << 12  # steps after which the launch before this one ends, while warps wait for it
 _MOST_LINES = 24  # of the report of a deadlock
 
@@ -42,6 +43,7 @@ class Scheduler(Wave):
     """The part of the machine that executes segments, and reports what ends a launch."""
 
     segments: Segments
+    favoured: Cohort | None = None
 
     # ---- scheduling
 
@@ -96,8 +98,8 @@ class Scheduler(Wave):
             chosen = self.random.choice(runnable)
             if self.random.random() < 0.5:
                 chosen = min(runnable, key=lambda c: c.pc)
-        elif len(runnable) > 1 and self.steps % FAIR_EVERY == 0:
-            chosen = min(runnable, key=lambda c: c.age)
+        elif len(runnable) > 1 and self.steps % FAIR_EVERY >= FAIR_EVERY - FAIR_STEPS:
+            chosen = self._longest_ago(runnable)
         else:
             chosen = min(runnable, key=lambda c: c.pc)
         pc = chosen.pc
@@ -116,6 +118,13 @@ class Scheduler(Wave):
         self.cohorts = [c for c in self.cohorts if c not in same]
         self.cohorts.append(merged)
         return merged
+
+    def _longest_ago(self, runnable: list[Cohort]) -> Cohort:
+        """The cohort that ran longest ago when these steps began."""
+        begins = self.steps % FAIR_EVERY == FAIR_EVERY - FAIR_STEPS
+        if self.favoured is None or begins or not any(c is self.favoured for c in runnable):
+            self.favoured = min(runnable, key=lambda c: c.age)
+        return self.favoured
 
     def _not_polling(self, runnable: list[Cohort]) -> list[Cohort]:
         """The cohorts whose last test of an mbarrier or a flag did not fail; all if none.
