@@ -48,6 +48,7 @@ ELSEWHERE = {
     "fp8_products.py": "test_fp8_products.py",
     "flex_inductor.py": "test_flex_kernels.py",
     "flex_kernels.py": "test_flex_kernels.py",
+    "peer_kernels.py": "test_peer_kernels.py",
     "peers.py": "test_peers.py",
     "statistic_bytes.py": "test_statistic_bytes.py",
 }
