@@ -93,7 +93,7 @@ class GlobalLanes:
         self.reader[vectors[again]] = _SEVERAL
 
 
-_MANY_WARPS = 1 << 60
+_MANY_WARPS = 1 << 60  # those of all are in `GlobalRaces.shared_reads`, up to `_LOG_BYTES`
 _MANY_BLOCKS = 1 << 61
 _RACING = 1 << 62  # with ATOMIC volatile, see `PtxProgram.racing`; without: `Accesses.guesses`
 _FLYING = (1 << 22) - 1  # the clock of a bulk store that has not been waited for: none is as high
@@ -133,6 +133,9 @@ class GlobalRaces:
         self.written: set[int] = set()  # indices of allocations that were written
         self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
         self.log_bytes = 0
+        # Vectors and stamps of reads of `_MANY_WARPS`.
+        self.shared_reads: list[tuple[Array, Array]] = []
+        self.shared_bytes = 0
         count = (len(machine.memory.flat.bytes) >> self.shift) + 1
         self.write_stamp = sparse_zeros(count, np.int64)
         self.read_stamp = sparse_zeros(count, np.int64)
@@ -300,7 +303,7 @@ class GlobalRaces:
             excused &= ~self._out_of_scope(a, before, verb)
             if (excused | (before == 0)).all():
                 return
-        bad = self._unordered(before, a.stamps, a.rows, excused)
+        bad = self._unordered(a, before, excused)
         if bad.any():
             self._report(a, bad, before, _PROBLEMS[verb])
         bad = self.lanes.unordered(verb, a.vectors, a.lane, before, a.stamps, a.rows) & ~excused
@@ -373,23 +376,39 @@ class GlobalRaces:
         vectors = (first[:, None] + np.arange(many)).reshape(-1)
         return vectors, np.repeat(stamps, many), np.repeat(rows, many)
 
-    def _unordered(self, before: Array, stamps: Array, rows: Array, excused: Any) -> Array:
+    def _unordered(self, a: _Access, before: Array, excused: Any) -> Array:
         """Which earlier accesses are not ordered before these ones; at least one is a write."""
-        m, clocks = self.machine, self.machine.clocks
-        low = before & LOW
-        known = clocks.ordered(m.row_cluster[rows], m.row_member[rows], low)
-        many = (before & _MANY_WARPS) != 0
-        if many.any():
-            floor = clocks.floor_stamp[rows] >> CLOCK_SHIFT
-            known = np.where(many, low >> CLOCK_SHIFT < floor, known)
-        other_block = block_of(before) != block_of(stamps)
+        known = self._known(before, a.vectors, a.rows)
+        other_block = block_of(before) != block_of(a.stamps)
         apart = other_block | ((before & _MANY_BLOCKS) != 0)
         bad = (before != 0) & (apart | ~known) & ~excused
         if self.order.tracks_fences and bad.any():
             for place in np.flatnonzero(bad & apart):
-                fenced = self.order.has_ordered(int(rows[place]), int(before[place]))
+                fenced = self.order.has_ordered(int(a.rows[place]), int(before[place]))
                 bad[place] = not fenced or not (other_block[place] or known[place])
         return bad  # type: ignore[no-any-return]
+
+    def _known(self, before: Array, vectors: Array, rows: Array) -> Array:
+        """Which earlier accesses of the block of warps ``rows`` happened before theirs."""
+        m, low = self.machine, before & LOW
+        clusters, members = m.row_cluster[rows], m.row_member[rows]
+        known = m.clocks.ordered(clusters, members, low)
+        many = (before & _MANY_WARPS) != 0
+        if many.any():
+            floor = m.clocks.floor_stamp[rows] >> CLOCK_SHIFT
+            known = np.where(many, low >> CLOCK_SHIFT < floor, known)
+            doubtful = many & ~known
+            if doubtful.any() and self.shared_bytes <= _LOG_BYTES:
+                known |= doubtful
+                log = [np.concatenate(parts) for parts in zip(*self.shared_reads, strict=True)]
+                for row in np.unique(rows[doubtful]).tolist():
+                    mine = doubtful & (rows == row)
+                    place = int(np.argmax(mine))
+                    read = np.isin(log[0], vectors[mine])
+                    read &= block_of(log[1]) == m.cluster_ids[clusters[place]] + 1
+                    late = ~m.clocks.ordered(clusters[place], members[place], log[1] & LOW)
+                    known &= ~(mine & np.isin(vectors, log[0][read & late]))
+        return known
 
     def _note_reads(
         self, vectors: Array, stamps: Array, pc: int, rows: Any = None, lane: Any = None
@@ -410,14 +429,28 @@ class GlobalRaces:
                 other[place] = not self.order.has_ordered(int(rows[place]), int(old[place]))
         other |= block_of(now) != block
         flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
-        same_time = (old & LOW) >> CLOCK_SHIFT == (stamps & LOW) >> CLOCK_SHIFT
         warps = (old != 0) & (block_of(old) == block) & ~other
-        warps &= same_time & ((old ^ stamps) & WARP != 0)
-        warps |= (now ^ stamps) & WARP != 0
-        flags |= np.where(warps | ((old & _MANY_WARPS != 0) & same_time), _MANY_WARPS, 0)
+        warps &= ((old ^ stamps) & WARP != 0) | (old & _MANY_WARPS != 0)
+        if rows is not None and warps.any():
+            some = np.flatnonzero(warps)
+            warps[some] = ~self._known(old[some], vectors[some], rows[some])
+        many = warps | ((now ^ stamps) & WARP != 0)
+        flags |= np.where(many, _MANY_WARPS, 0)
         marked = flags != 0
+        if many.any():
+            # The newest clock counts: what knows that of all warps knows all of these reads.
+            late = warps & ((old & LOW) >> CLOCK_SHIFT > (stamps & LOW) >> CLOCK_SHIFT)
+            newest = np.where(late, old & ~(_MANY_WARPS | _MANY_BLOCKS), stamps)
+            np.maximum.at(self.read_stamp, vectors[many], newest[many])
+            self.lanes.reader[vectors[late]] = 0  # the stamp is that of another warp
         if marked.any():
             np.bitwise_or.at(self.read_stamp, vectors[marked], flags[marked])
+        if many.any() and self.shared_bytes <= _LOG_BYTES:
+            many |= self.read_stamp.take(vectors) & _MANY_WARPS != 0
+            first = warps & (old & _MANY_WARPS == 0)
+            for which, who in ((many, stamps), (first, old)):
+                self.shared_reads.append((vectors[which], who[which]))
+                self.shared_bytes += 16 * int(which.sum())
 
     def _unlog(self, place: int) -> None:
         """Moves the listed reads of a buffer into the shadow, before its first write."""

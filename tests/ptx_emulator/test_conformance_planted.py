@@ -75,6 +75,18 @@ KERNEL(write_after_read) {
     s[T] = x + 1;                                                   // BUG
     out[T] = s[T];
 }
+KERNEL(the_older_of_two_reads, RaceError, may overtake a read) {
+    // Warp 2 comes after the newer read, of warp 1; its order after warp 3 is open.
+    if (T == 127) out[127] = 5;
+    __syncthreads();
+    int x = 0;
+    if (T / 32 == 0) { x = out[127]; FIX(NAMED("arrive", 2, 96);) }
+    if (T / 32 == 1) { NAMED("sync", 1, 64); x = out[127]; NAMED("arrive", 2, BUG(64) FIX(96)); }
+    if (T / 32 == 2) NAMED("sync", 2, BUG(64) FIX(96));
+    if (T / 32 == 2) out[127] = 7;                                  // BUG
+    if (T / 32 == 3) NAMED("sync", 1, 64);
+    if (T < 64) out[T] = x;
+}
 KERNEL(two_writers, RaceError, a write and a write of another warp) {
     __shared__ int s[128];
     s[FIX(T) BUG(T % 64)] = in[T];                                  // BUG

@@ -58,6 +58,13 @@ KERNEL(unlock_without_a_fence) ARGS {
     data[0] += 1;                                                               // BUG
     FIX(__threadfence();) swap(flag, 0);
 }
+KERNEL(a_lock_of_several_warps_of_each_block) ARGS {
+    if (T % 32) return;
+    while (cas(flag, 0, 1)) {}
+    __threadfence();
+    data[0] += T == 0;                                                          // BUG
+    FIX(__threadfence();) swap(flag, 0);
+}
 KERNEL(lock_that_does_not_acquire) ARGS {
     if (T) return;
     while (BUG(cas) FIX(cas_acquire)(flag, 0, 1)) {}
