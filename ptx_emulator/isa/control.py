@@ -71,12 +71,21 @@ def emit_trap(g: Generator, ins: Instruction) -> None:
 
 @instruction("call", unit="control", result=False)
 def emit_call(g: Generator, ins: Instruction) -> None:
-    name = next((o.name for o in ins.operands if isinstance(o, Sym)), "through a pointer")
+    name = next((o.name for o in ins.operands if isinstance(o, Sym)), "")
     if name == "__assertfail":
         g.mods.left.clear()
         g.emit(f"raise_trap({g.here()}, 'a device-side assert failed')")
         return
+    if not name:
+        raise g.unknown("a call through a pointer, recursive or of no function of the module")
     raise g.unknown(f"a call of the external function {name}")
+
+
+@instruction("call_of_nothing", unit="control", result=False, branches=True)
+def emit_call_of_nothing(g: Generator, ins: Instruction) -> None:
+    """What follows the comparisons of a call through a pointer, see `ptx.flatten`."""
+    what = "a call through a pointer that points to no function with these parameters"
+    g.emit(f"raise_trap({g.here()}, {what!r})")
 
 
 @instruction("nanosleep", unit="control", result=False, ends_segment=True)

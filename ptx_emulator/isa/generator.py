@@ -289,6 +289,8 @@ class Generator:
                 return table[symbol.name] + symbol.offset
         if symbol.name in program.params_at:
             return program.params_at[symbol.name] + symbol.offset
+        if function := program.module.address_of_function(symbol.name):
+            return function
         raise self.unknown(f"the address of {symbol.name}")
 
     def literal(self, value: int, dtype: str) -> str:

@@ -43,7 +43,7 @@ class DeviceArguments:
 
     Raises:
         LaunchArguments: they do not fit the kernel's parameters.
-        UnknownInstruction: it uses a variable that has the address of a function.
+        UnknownInstruction: it uses a variable that has the address of another kernel.
     """
 
     def __init__(self, program: PtxProgram, args: Sequence[Any]) -> None:
@@ -71,13 +71,14 @@ class DeviceArguments:
         first = program.first_uses()
         for name, address in constants.items():
             for offset, target in variables[name].relocations:
-                if target in constants and TYPE_BYTES[variables[name].type] == 8:
+                pointer = constants.get(target) or program.module.address_of_function(target)
+                if pointer and TYPE_BYTES[variables[name].type] == 8:
                     place = self.memory.span(address + offset, 8).view(np.uint64)
-                    place += np.uint64(constants[target])
+                    place += np.uint64(pointer)
                 elif name in first:
                     what = f"the emulator does not support the address of {target} in a variable"
                     numbers = f"initial value of {name}, byte {offset}"
-                    way_out = "call the function by its name, for example in a switch"
+                    way_out = "keep the addresses of device functions and of variables alone there"
                     where = f"kernel {program.name}, {program.describe(first[name])}"
                     raise UnknownInstruction(what, where=where, numbers=numbers, way_out=way_out)
 

@@ -1,11 +1,13 @@
 """Inlines every device function that a kernel calls: one flat list of instructions.
 
 Parameters of calls (``st.param`` / ``ld.param`` on a local ``.param``) become plain registers, and
-the guard of an instruction that threads execute together becomes a branch around it.
+the guard of an instruction that threads execute together becomes a branch around it. A call through
+a pointer becomes a comparison with each function that it may point to, and the calls of these.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -63,6 +65,7 @@ class _Inliner:
         self.flat = flat
         self.slots: dict[tuple[str, int], Reg] = {}
         self.bases: dict[str, int] = {}
+        self.pointed_to = functools.cache(lambda: _pointed_to(module))
 
     def base(self, fn: syntax.Function) -> int:
         """The number of the first register of ``fn``, of which only one call runs at a time.
@@ -112,6 +115,8 @@ class _Inliner:
             callee = self.module.functions.get(target.name) if target else None
             if ins.op == "call" and callee is not None and callee.has_body:
                 self.call(ins, callee, stack)
+            elif ins.op == "call" and any(isinstance(o, Reg) for o in ins.operands):
+                self.call_through(ins, stack)
             elif ins.op == "call" and target is not None and target.name == "vprintf":
                 flat.code.append(self.external(ins, target.name))
             elif after is not None and ins.op == "ret":
@@ -133,19 +138,12 @@ class _Inliner:
         if callee.name in stack:
             way_out = "write the recursion as a loop: calls are inlined"
             raise _unknown(self.module, ins, "a recursive call", way_out)
-        groups = [o for o in ins.operands if isinstance(o, syntax.Group)]
-        before = isinstance(ins.operands[0], syntax.Group)
-        results = groups[0].items if before else ()
-        given = groups[-1].items if len(groups) > before else ()
+        results, given = _lists(ins)
         base, known = self.base(callee), callee.param_registers
         into = list(zip(callee.params, given, strict=True))
         back = list(zip(callee.returns, results, strict=True))
         aliases = {v.name: value.name for v, value in (*into, *back) if isinstance(value, Sym)}
-        around = None
-        if ins.guard is not None:
-            around = replace(ins, op="bra", mods=(), guard_negated=not ins.guard_negated)
-            self.flat.code.append(around)
-            ins = replace(ins, guard=None)
+        ins, around = self.around(ins)
         for variable, value in into:
             if variable.name not in aliases:
                 self.move(ins, Reg(base + known[variable.name].index), value, variable.type)
@@ -158,6 +156,54 @@ class _Inliner:
                 self.move(ins, value, Reg(base + known[variable.name].index), variable.type)
         if around is not None:
             around.operands = [LabelRef(len(self.flat.code))]
+
+    def around(self, ins: Instruction) -> tuple[Instruction, Instruction | None]:
+        """An instruction without its guard, and the branch around it that replaces the guard."""
+        if ins.guard is None:
+            return ins, None
+        around = replace(ins, op="bra", mods=(), guard_negated=not ins.guard_negated)
+        self.flat.code.append(around)
+        return replace(ins, guard=None), around
+
+    def call_through(self, ins: Instruction, stack: tuple[str, ...]) -> None:
+        """A call through a pointer."""
+        code, registers = self.flat.code, self.flat.registers
+        widths = [list(map(self.width, items)) for items in _lists(ins)]
+        callees = [
+            fn
+            for fn in self.pointed_to()
+            if [[v.size for v in fn.returns], [v.size for v in fn.params]] == widths
+        ]
+        if not callees:
+            code.append(ins)  # refused where it is executed
+            return
+        pointer = next(o for o in ins.operands if isinstance(o, Reg))
+        other = Reg(len(registers))
+        registers.append(("other", "pred"))
+        ins, around = self.around(ins)
+        ends = [around] if around is not None else []
+        for callee in callees:
+            address = syntax.Imm(self.module.address_of_function(callee.name))
+            compared: list[Operand] = [other, pointer, address]
+            code.append(replace(ins, op="setp", mods=("ne", "u64"), operands=compared))
+            past = replace(ins, op="bra", mods=(), guard=other, guard_negated=False)
+            code.append(past)
+            if callee.name in stack:
+                code.append(ins)  # refused where it is executed
+            else:
+                self.call(ins, callee, stack)
+            ends.append(replace(ins, op="bra", mods=(), operands=[]))
+            code.append(ends[-1])
+            past.operands = [LabelRef(len(code))]
+        code.append(replace(ins, op="call_of_nothing", mods=(), operands=[]))
+        for end in ends:
+            end.operands = [LabelRef(len(code))]
+
+    def width(self, item: Operand) -> int:
+        """Bytes of a parameter or register; 0 of something else, which fits no function."""
+        if isinstance(item, Sym) and item.name in self.flat.variables:
+            return self.flat.variables[item.name].size
+        return TYPE_BYTES[self.flat.registers[item.index][1]] if isinstance(item, Reg) else 0
 
     def external(self, ins: Instruction, name: str) -> Instruction:
         """A call of a function that the emulator has, as an instruction of that name."""
@@ -214,6 +260,24 @@ class _Inliner:
                 made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
                 made.operands = [to, source]
             self.flat.code.append(made)
+
+
+def _lists(ins: Instruction) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+    """The results and the arguments of a call."""
+    groups = [o for o in ins.operands if isinstance(o, syntax.Group)]
+    before = isinstance(ins.operands[0], syntax.Group)
+    results = groups[0].items if before else ()
+    return results, groups[-1].items if len(groups) > before else ()
+
+
+def _pointed_to(module: syntax.Module) -> list[syntax.Function]:
+    """The functions of which a variable or an instruction has the address."""
+    names = {name for v in module.variables.values() for _, name in v.relocations}
+    for fn in module.functions.values():
+        code = (i for i in fn.code if i.op != "call")
+        names |= {o.name for i in code for o in i.operands if isinstance(o, Sym)}
+    found = {id(f): f for name, f in module.functions.items() if name in names and f.has_body}
+    return [f for f in found.values() if not f.is_entry]
 
 
 def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) -> Any:

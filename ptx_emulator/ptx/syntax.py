@@ -165,3 +165,10 @@ class Module:
     variables: dict[str, Variable]
     files: dict[int, str]
     target: str
+
+    def address_of_function(self, name: str) -> int:
+        """The value of a pointer to a device function, 0 if the module has none of this name."""
+        fn = self.functions.get(name)
+        if fn is None or fn.is_entry:
+            return 0
+        return 16 * (1 + next(i for i, f in enumerate(self.functions.values()) if f is fn))

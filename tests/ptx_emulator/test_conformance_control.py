@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flashgen.shared.errors import EmulatorError
-from ptx_emulator.errors import Misaligned, UninitialisedRead, UnknownInstruction
+from ptx_emulator.errors import Misaligned, Trapped, UninitialisedRead, UnknownInstruction
 from ptx_emulator.ptx.flatten import flatten
 from ptx_emulator.ptx.parser import parse
 from tests.ptx_emulator.test_conformance import Array, compiled, probe, run, run_ptx
@@ -305,6 +305,82 @@ def test_recursion_is_refused_by_name() -> None:
     with pytest.raises(UnknownInstruction, match="recursive") as caught:
         run(CUDA, "recursion", (1,), (64,), VALUES[:64], np.zeros(64, np.int32))
     assert "as a loop" in caught.value.way_out
+
+
+POINTERS = r"""
+typedef double (*Step)(double, const double*);
+struct Pair { double value; int parts[3]; };
+typedef Pair (*Change)(Pair, int);
+__device__ __noinline__ double plus(double a, const double* by) { return a + by[0]; }
+__device__ __noinline__ double times(double a, const double* by) { return a * by[1]; }
+__constant__ Step steps[3] = {plus, 0, times};
+__device__ __noinline__ Pair first(Pair p, int by) { p.parts[0] += by; return p; }
+__device__ __noinline__ Pair last(Pair p, int by) { p.parts[2] *= by; p.value = -by; return p; }
+__device__ __noinline__ double twice(Step step, double a, const double* by) {
+    return step(step(a, by), by);
+}
+extern "C" __global__ void table(double* out, const double* by, int skip) {
+    int t = threadIdx.x;
+    Step chosen = t % 3 ? plus : times;
+    out[t] = t < 40 ? steps[(t & 1) * skip](twice(chosen, t, by), by) + (chosen == plus) : 0;
+}
+extern "C" __global__ void structs(double* out) {
+    Change changes[2] = {first, last};
+    Pair p = {0.5, {1, 2, 3}};
+    for (int i = 0; i < 3; ++i) p = changes[threadIdx.x >> i & 1](p, i + 2);
+    out[threadIdx.x] = p.value + p.parts[0] + 100 * p.parts[1] + 10000 * p.parts[2];
+}
+struct Shape { __device__ virtual int size(int) const = 0; };
+struct Line : Shape { __device__ int size(int a) const override { return a; } };
+struct Box : Shape {
+    const Shape* inner;
+    __device__ Box(const Shape* inner) : inner(inner) {}
+    __device__ int size(int a) const override { return a * inner->size(a + 1); }
+};
+extern "C" __global__ void methods(int* out, int boxes) {
+    Line line;
+    Box box(&line), nested(&box);
+    const Shape* shapes[3] = {&line, &box, boxes > 1 ? &nested : &box};
+    out[threadIdx.x] = shapes[threadIdx.x % 3]->size(threadIdx.x);
+}
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pointer_calls_the_function_of_each_lane(seed: int | None) -> None:
+    out, by = np.zeros(64), np.array([2.0, 3.0])
+    run(POINTERS, "table", (1,), (64,), out, by, np.int32(2), seed=seed)
+    want = []
+    for t in range(40):
+        value = t + 4.0 if t % 3 else t * 9.0
+        want.append((value * 3 if t % 2 else value + 2) + (t % 3 > 0))
+    assert out.tolist() == want + [0.0] * 24
+
+
+def test_a_pointer_to_no_function_ends_the_kernel_at_its_call() -> None:
+    with pytest.raises(Trapped, match=r"points to no function(.|\n)*lane 1, test\.cu:16: call"):
+        run(POINTERS, "table", (1,), (64,), np.zeros(64), np.ones(2), np.int32(1))
+
+
+def test_structs_are_passed_through_pointers_to_functions() -> None:
+    out = np.zeros(8)
+    run(POINTERS, "structs", (1,), (8,), out)
+    for t in range(8):
+        value, parts = 0.5, [1, 2, 3]
+        for i in range(3):
+            if t >> i & 1:
+                parts[2], value = parts[2] * (i + 2), -i - 2
+            else:
+                parts[0] += i + 2
+        assert out[t] == value + parts[0] + 100 * parts[1] + 10000 * parts[2]
+
+
+def test_virtual_functions_run_and_one_inside_itself_is_refused_where_it_happens() -> None:
+    out, lanes = np.zeros(64, np.int32), np.arange(64)
+    run(POINTERS, "methods", (1,), (64,), out, np.int32(1))
+    assert (out == np.where(lanes % 3 == 0, lanes, lanes * (lanes + 1))).all()
+    with pytest.raises(UnknownInstruction, match=r"through a pointer, recursive(.|\n)*test\.cu"):
+        run(POINTERS, "methods", (1,), (64,), out, np.int32(2))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

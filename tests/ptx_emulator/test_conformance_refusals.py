@@ -106,23 +106,6 @@ def test_an_instruction_with_wrong_operands_is_named_with_its_line(body: str) ->
     assert body.split(";")[0] in str(caught.value)
 
 
-POINTERS = """
-__device__ int one(int a) { return a + 1; }
-__device__ int two(int a) { return a * 2; }
-__device__ int (*table[2])(int) = {one, two};
-extern "C" __global__ void calls(int* x) { x[threadIdx.x] = table[x[0] & 1](3); }
-extern "C" __global__ void plain(int* x) { x[threadIdx.x] = 3; }
-"""
-
-
-def test_a_table_of_functions_is_refused_where_a_kernel_uses_it() -> None:
-    out = np.zeros(32, np.int32)
-    run(POINTERS, "plain", (1,), (32,), out)
-    assert (out == 3).all()
-    with pytest.raises(UnknownInstruction, match=r"address of _Z3onei(.|\n)*test\.cu:5"):
-        run(POINTERS, "calls", (1,), (32,), out)
-
-
 def test_ptx_that_is_no_text_is_refused() -> None:
     with pytest.raises(LaunchArguments, match="ptx is a bytes"):
         launch(b"", "k", 1, 1, [])  # type: ignore[arg-type]
