@@ -213,6 +213,8 @@ class GlobalRaces:
                 self._unlog(place)
         check_write(self.machine, here.site(), rows, flat, size)
         strong = strong or here.pc in self.machine.strong
+        if strong and self.order.tracks_fences and self.machine.shared_races:
+            self.machine.shared_races.strong_access(here)
         a = self._access(here, flat, self._now(here, rows, flat, strong), rows, size, strong, bulk)
         if self.read_only is not None:
             reader = self.read_only.take(a.vectors)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from flashgen.shared.errors import EmulatorError
-from ptx_emulator.checks.clocks import ATOMIC, Clocks
+from ptx_emulator.checks.clocks import ATOMIC, Clocks, StrongAccess
 from ptx_emulator.errors import RaceError, way_out
 from ptx_emulator.state.cohort import LANES, Cohort, SingleThreads, spread
 from ptx_emulator.state.memory import Array
@@ -104,12 +104,12 @@ class _LaneReads(NamedTuple):
 
 @dataclass(eq=False)
 class _PartialRelease:
-    """An arrival of some lanes of a warp, while others had accesses that nothing synchronised.
+    """A release by some lanes of a warp, while others had accesses that nothing synchronised.
 
     Attributes:
-        first, last: clocks of the accesses of the warp that only the arriving lanes release.
-        lanes: which arrive (32,).
-        covered: clock of the warp when all its lanes have synchronised; None until then.
+        first, last: clocks of the accesses of the warp that only these lanes release.
+        lanes: which release (32,).
+        covered: clock of the warp when all its lanes have synchronised or release; None before.
     """
 
     first: int
@@ -250,19 +250,36 @@ class SharedShadow:
         joined[lanes] = self.clocks.clock[row]
         seen[lanes] = joined
 
-    def release_lanes(self, arrival: Execution) -> None:
-        """Lanes of a cohort arrive at an mbarrier: they release their own accesses alone."""
+    def release_lanes(self, arrival: Execution, fenced: bool = False) -> None:
+        """Lanes of a cohort arrive at an mbarrier: they release their own accesses alone.
+
+        ``fenced``: a strong access of theirs releases what precedes the last fence of its warp.
+        """
         rows = arrival.cohort.rows
         if not self.tracks_lanes or not self.accessed[rows].any():
             return
         here = arrival.cohort.full_mask() & arrival.active
         others = ~here.all(axis=1)  # even if they have exited since
+        for row in rows[~others].tolist() if self.releases and not fenced else ():
+            for one in self.releases.get(row, ()):
+                one.covered = one.covered or int(self.clocks.clock[row])
         for place in np.flatnonzero(self.accessed[rows] & here.any(axis=1) & others).tolist():
             row = int(rows[place])
             first, last = int(self.clocks.synced[row]), int(self.clocks.clock[row])
+            if fenced:
+                known = self.clocks.fenced.get(row)
+                last = -1 if known is None else int(known[row % self.warps])
+            if last < first:
+                continue
             found = self.releases.setdefault(row, [])
             found.append(_PartialRelease(first, last, here[place].copy()))
             del found[:-_KEPT_RELEASES]
+
+    def strong_access(self, here: Execution) -> None:
+        """A strong store or atomic, before it releases, see `release_lanes`."""
+        how = StrongAccess.of(self.machine, here.pc)
+        if how.releases or self.clocks.fenced:
+            self.release_lanes(here, fenced=not how.releases)
 
     # ---- checks
 
@@ -313,11 +330,11 @@ class SharedShadow:
                         self._report_release(a, bad, before.pc)
 
     def _report_release(self, a: SharedAccess, bad: Array, pc: int) -> NoReturn:
-        what = "race in shared memory: some lanes of a warp arrive at an mbarrier for lanes that "
-        what += "they have not synchronised with"
+        what = "race in shared memory: some lanes of a warp arrive at an mbarrier, or set a flag, "
+        what += "for lanes that they have not synchronised with"
         access = self.machine.program.describe(pc)
         numbers = f"another lane of that warp accesses the bytes: {access}"
-        advice = "execute __syncwarp() (bar.warp.sync) before the arrival"
+        advice = "execute __syncwarp() (bar.warp.sync) before that"
         self.fail(a, bad, what, numbers, advice + way_out("warp_synchronous"))
 
     def lanes_against_writes(self, a: SharedAccess, stamps: Array, verb: str) -> None:

@@ -100,9 +100,13 @@ class SharedRaces(SharedShadow):
 
     def write(self, here: Execution, where: Array, size: int) -> None:
         """Checks writes against earlier reads and writes, and records them."""
+        if here.pc in self.machine.strong and self.machine.program.accesses.synchronises:
+            self.strong_access(here)
         self._write(self._access(here, where, size))
 
     def atomic(self, here: Execution, where: Array, size: int) -> None:
+        if self.machine.program.accesses.synchronises:
+            self.strong_access(here)
         access = self._access(here, where, size)
         self._read(access)
         self._write(access)

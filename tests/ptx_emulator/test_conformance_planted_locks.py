@@ -120,6 +120,49 @@ KERNEL(the_last_block_reads_what_no_fence_published) ARGS {
     data[0] = 0;
     for (int i = 0; i < 2; ++i) data[0] += out[64 + 64 * i];                    // BUG
 }
+KERNEL(a_flag_that_one_lane_sets_for_others, RaceError, some lanes of a warp arrive) ARGS {
+    __shared__ u s[32], done;
+    if (T == 0) done = 0;
+    __syncthreads();
+    if (T < 32) {
+        s[T] = T;                                                               // BUG
+        FIX(__syncwarp();)
+        if (T == 0) { __threadfence_block(); atomicExch(&done, 1); }
+        return;
+    }
+    if (T == 32) while (!atomicAdd(&done, 0)) {}
+    __threadfence_block();
+    __syncwarp();
+    out[T + 64 * blockIdx.x] = s[63 - T];                                       // BUG
+    if (T == 32 && blockIdx.x == 0) data[0] = 2;
+}
+KERNEL(a_flag_released_by_one_lane_for_others, RaceError, some lanes of a warp arrive) ARGS {
+    __shared__ u s[32];
+    if (T < 32) {
+        s[T] = T;                                                               // BUG
+        FIX(__syncwarp();)
+        if (T == 0) set_release(flag + blockIdx.x, 1);
+        return;
+    }
+    if (T == 32) while (!get_acquire(flag + blockIdx.x)) {}
+    __syncwarp();
+    out[T + 64 * blockIdx.x] = s[63 - T];                                       // BUG
+    if (T == 32 && blockIdx.x == 0) data[0] = 2;
+}
+KERNEL(a_flag_of_one_lane_and_a_count_of_all, RaceError, some lanes of a warp arrive) ARGS {
+    __shared__ u s[32];
+    u* mine = flag + 2 * blockIdx.x;
+    if (T < 32) {
+        s[T] = T;                                                               // BUG
+        if (T == 0) set_release(mine, 1);
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(mine + 1) : "memory");
+        return;
+    }
+    if (T == 32) while (get_acquire(mine + BUG(0) FIX(1)) != BUG(1) FIX(32)) {}
+    __syncwarp();
+    out[T + 64 * blockIdx.x] = s[63 - T];                                       // BUG
+    if (T == 32 && blockIdx.x == 0) data[0] = 2;
+}
 KERNEL(lock_in_shared_memory) ARGS {
     __shared__ u lock, sum;
     if (T == 0) lock = sum = 0;
@@ -144,7 +187,7 @@ KERNELS = planted(PREAMBLE + CUDA)
 
 
 def run(kernel: str, fixed: bool, seed: int | None) -> Array:
-    data, out, flag = (np.zeros(n, np.uint32) for n in (1, 192, 3))
+    data, out, flag = (np.zeros(n, np.uint32) for n in (1, 192, 4))
     launch(hopper_ptx(CUDA, fixed), kernel, 2, 64, [data, out, flag], order_seed=seed)
     return data
 
@@ -155,7 +198,8 @@ def test_the_bug_is_named_at_its_line(kernel: str, seed: int | None) -> None:
     error = assert_reported(PREAMBLE + CUDA, kernel, lambda: run(kernel, False, seed))
     forgiven = kernel in (
         *("lock_without_a_fence", "lock_that_does_not_acquire", "a_flag_that_is_swapped"),
-        "lock_in_shared_memory",
+        *("lock_in_shared_memory", "a_flag_of_one_lane_and_a_count_of_all"),
+        *("a_flag_that_one_lane_sets_for_others", "a_flag_released_by_one_lane_for_others"),
     )
     assert severity(error) == ("by-the-letter" if forgiven else "error")
 
