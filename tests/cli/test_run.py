@@ -244,6 +244,27 @@ def test_a_malformed_scalar_is_refused(windowed, option, what):
     assert result.stderr.partition("  try ")[2].count("--scalar") == 1
 
 
+def test_an_example_that_a_call_refuses_is_named_by_its_line(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "import flashgen as fg\n"
+        'window = fg.Scalar("window", "int32", minimum=1)\n'
+        'bias = fg.Tensor("bias", ("heads",), "float32")\n'
+        "spec = fg.AttentionSpec(lambda b, h, q, k: q - k < window,\n"
+        "    lambda s, b, h, q, k: s + bias[h], head_dim=16)\n"
+        "example_scalars = {\n"
+        '    "window": 0,\n'
+        "}\n"
+        "def example_tensors(sizes, generator):\n"
+        '    return {"bias": [0.0] * (sizes.heads + 1)}\n'
+    )
+    refused = flashgen("run", str(file), "--shape", "1,2,16").stderr
+    assert f"where    {file.as_posix()}:7\n" in refused
+    assert "try      --scalar window=1 or more" in refused
+    refused = flashgen("run", str(file), "--shape", "1,2,16", "--scalar", "window=1").stderr
+    assert f"where    {file.as_posix()}:10\n" in refused
+
+
 def test_examples_that_are_no_dictionary_are_refused(tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(WINDOWED.format(examples="example_scalars = dict(window=3)"))

@@ -77,7 +77,7 @@ def all_exprs(tree: Any) -> list[Any]:
     leaves = {**SCALARS, **SIZES, "b": Value(B), "h": Value(H), "q": Value(Q), "k": Value(K)}
     try:
         value = traced(tree, leaves)
-    except SpecError:  # integers that can leave 64 bits
+    except SpecError:  # integers that can be too large
         return []
     if not isinstance(value, Value):
         return []

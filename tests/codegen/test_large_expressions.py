@@ -20,10 +20,12 @@ from flashgen.shared.errors import FlashgenError, PlanError
 from flashgen.spec.analysis import score as score_analysis
 from flashgen.spec.analysis.evaluate import evaluate
 from flashgen.spec.analysis.score import derivative, derivatives
+from flashgen.spec.analysis.sharing import share_evaluated
 from flashgen.spec.language.float_operations import FloatProduct, FloatSum
 from flashgen.spec.language.lets import (
     DEEPEST,
     LARGEST,
+    Let,
     contains,
     elements_of,
     lets_of,
@@ -33,6 +35,7 @@ from flashgen.spec.language.lets import (
 )
 from flashgen.spec.language.signature import in_whole, signature_of
 from flashgen.spec.language.symbols import SCORE, K, Q, is_int
+from flashgen.spec.language.sympy_functions import Select
 from tests.support.large_mods import KINDS, spec_of
 from tests.support.tiers import one_in
 
@@ -294,3 +297,10 @@ def test_a_derivative_replaces_each_repeated_part_once() -> None:
     made.clear()
     assert replaced(expr, {SCORE: Q}).free_symbols == {Q}
     assert len(made) == 12
+
+
+def test_no_name_stands_for_another_name() -> None:
+    choice = Let(Select(K > Q, sum(K**i for i in range(2, 9)), Q))
+    block = share_evaluated(choice + 1, choice * K)
+    assert [value.func for _, value in block.lets] == [Select]
+    assert all(block.lets[0][0] in result.free_symbols for result in block.results)

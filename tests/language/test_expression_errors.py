@@ -111,8 +111,15 @@ def test_a_truth_value_is_refused_at_its_line_with_the_line_rewritten(
         (lambda b, h, q, k: pow(q, 2, 3) < k, "x**y % modulus"),
         (lambda b, h, q, k: math.ceil(q / 2) < k, "-fg.floor(-x)"),
         (lambda b, h, q, k: math.trunc(q / 2) < k, "fg.where(x < 0"),
-        (lambda b, h, q, k: q.tanh() < k, "fg.tanh(x)"),
-        (lambda b, h, q, k: q.clamp(0, 4) < k, "fg.clamp(x)"),
+        (lambda b, h, q, k: q.tanh() < k, "fg.tanh(q) instead of q.tanh()"),
+        (lambda b, h, q, k: q.clamp(0, 4) < k, "fg.clamp(q, 0, 4) instead of q.clamp(0, 4)"),
+        (lambda b, h, q, k: q.clamp(max=4) < k, "fg.clamp(x, low, high)"),
+        (lambda b, h, q, k: (q - k).item() < 4, "q - k instead of (q - k).item()"),
+        (lambda b, h, q, k: {1: 3}.get(q, 2) < k, "fg.where(condition, a, b)"),
+        (lambda b, h, q, k: captured[...] < k, "captured[h]"),
+        (lambda b, h, q, k: captured[:q] < k, "captured[h]"),
+        (lambda b, h, q, k: captured.shape[0] < k, "fg.heads"),
+        (lambda b, h, q, k: len(captured) < k, "fg.heads"),
         (lambda b, h, q, k: q >= k & q - k < 8, "(q >= k) & (q - k < 8) instead"),
         (lambda b, h, q, k: (q @ k) < 2, "*"),
         (lambda b, h, q, k: q in (1, 2), "(q == 1) | (q == 2) instead"),
@@ -137,6 +144,7 @@ def test_what_needs_a_value_is_refused_with_the_function_to_use(mod: Any, way_ou
         lambda b, h, q, k: k in range(5),
         lambda b, h, q, k: k in range(2, 9, 3),
         lambda b, h, q, k: k in NUMBERS,
+        lambda b, h, q, k: q - k in {1, 3},
         lambda b, h, q, k: any(k == i for i in NUMBERS),
         lambda b, h, q, k: all([k > q, q > 2]),
         lambda b, h, q, k: 2 < k <= q,
@@ -179,8 +187,9 @@ def test_a_number_of_numpy_may_be_returned() -> None:
         (lambda b, h, q, k: q % (k - k) < k, "% by 0", "not 0"),
         (lambda b, h, q, k: q < fg.sqrt(-2), "not a finite real", "root of a negative"),
         (lambda b, h, q, k: q < fg.log(0), "not a finite real", "log"),
-        (lambda b, h, q, k: q * q * k < 4, "< of integers that can leave 64 bits", "1.0 as"),
-        (lambda b, h, q, k: (q**3) // 7 < k, "// of integers that can leave 64 bits", "factors"),
+        (lambda b, h, q, k: q * q * k < 4, "< of integers that can be too large", "1.0 as"),
+        (lambda b, h, q, k: (q**3) // 7 < k, "// of integers that can be too large", "factors"),
+        (lambda b, h, q, k: fg.clamp(q * q * k, 0, 4) < k, "can be too large", "1.0 as"),
         (lambda b, h, q, k: q < fg.sqrt(fg.cos(3)), "not a finite real", "root of a negative"),
         (lambda b, h, q, k: q < "4", "a str cannot be used", "fg.Scalar"),
         (lambda b, h, q, k: q < None, "a NoneType cannot be used", "an int"),
@@ -201,6 +210,7 @@ def test_operands_of_the_wrong_kind_are_refused(mod: Any, what: str, way_out: st
 
 TABLE = torch.ones(4)
 LIST = [1.0, 2.0]
+NAMED = {0: 1, 1: 2}
 captured = fg.Tensor("captured", ("heads",), "int32")
 
 
@@ -212,6 +222,7 @@ captured = fg.Tensor("captured", ("heads",), "int32")
         (lambda b, h, q, k: torch.ones(4, 9)[h, q - k] < k, "('heads', 'n'), dtype), table[h, q"),
         (lambda b, h, q, k: np.ones(4)[b] < k, "fg.Tensor('table', ('batch',), dtype)"),
         (lambda b, h, q, k: LIST[h] < k, "op(q, k, v, LIST=...)"),
+        (lambda b, h, q, k: NAMED[h] < k, "op(q, k, v, NAMED=...)"),
         (lambda b, h, q, k: captured[h] + LIST[h] < k, "LIST = fg.Tensor"),
         (lambda b, h, q, k: q - k < TABLE, "capture it: t = fg.Tensor"),
         (lambda b, h, q, k: q - k < torch.tensor(3), ".item() for a constant"),
@@ -238,6 +249,15 @@ def test_a_way_out_is_never_the_user_s_own_line(mod: Any) -> None:
 def test_the_message_of_another_package_is_one_line() -> None:
     error = refusal(lambda b, h, q, k: torch.where(q < k, 1, 0) < k)
     assert len(str(error).splitlines()) == 4
+
+
+def test_the_number_of_an_error_is_the_number_that_was_written() -> None:
+    """Also where no float holds it, or where a part of the expression is too large."""
+    assert "1.7976931348623157e+308 or more" in refusal(lambda b, h, q, k: q < 10**400).numbers
+    assert refusal(lambda b, h, q, k: q < 1e300).numbers.startswith("1e+300;")
+    reached = refusal(lambda b, h, q, k: fg.clamp(q * q * k, 0, 4) < k).numbers
+    assert reached.startswith("k*q**2 can reach 2^84, ")
+    assert reached.endswith("the limit is below 2^62")
 
 
 def test_a_number_below_float32_removes_scores() -> None:
@@ -374,6 +394,18 @@ def test_a_scalar_has_a_dtype_that_kernels_take() -> None:
     with pytest.raises(SpecError, match="dtype") as caught:
         fg.Scalar("window", "int64")
     assert "'int64'; available: int32, float32, bool" in caught.value.numbers
+
+
+def test_statistics_of_another_kind_are_named_by_their_kind() -> None:
+    with pytest.raises(SpecError) as caught:
+        fg.AttentionSpec(statistics={"spread": lambda *_: 0})
+    assert caught.value.numbers.startswith("given 'spread': function; ")
+
+
+def test_a_way_out_for_the_minimum_of_a_bool_is_none() -> None:
+    with pytest.raises(SpecError) as caught:
+        fg.Scalar("on", "bool", minimum=0)
+    assert caught.value.way_out == "no minimum: a bool is True or False"
 
 
 @pytest.mark.parametrize(("dtype", "minimum"), [("bool", 0), ("int32", 2**31), ("int32", "1")])

@@ -300,3 +300,23 @@ def test_the_first_tile_of_queries_is_as_short_as_the_kernel_has_it() -> None:
     assert found.heads[0].kept == 500 * 501 // 2
     given = fg.visualize(spec, (1, 1, 500), arch="sm_90a", tile=(192, 112))
     assert next(given.heads[0].place.queries.tiles()) == (0, 192)
+
+
+def test_a_mask_is_shown_without_what_only_weights_and_statistics_read() -> None:
+    gate = fg.Tensor("gate", ("heads",), "float32", grad=True)
+    divisor = fg.Tensor("divisor", ("heads", "seq_q"), "float32")
+    spec = fg.AttentionSpec(
+        causal,
+        weight_mod=lambda s, b, h, q, k: s * gate[h],
+        normalize=divisor,
+        statistics={"gated": fg.sum_over_keys(lambda s, w, b, h, q, k: w * gate[h])},
+    )
+    assert fg.visualize(spec, (1, 2, 100)).counts == fg.visualize(causal, (1, 2, 100)).counts
+
+
+def test_the_way_out_of_a_wrong_call_is_a_call_of_visualize() -> None:
+    window = fg.Scalar("window", "int32")
+    spec = fg.AttentionSpec(lambda b, h, q, k: q - k < window)
+    with pytest.raises(InputError) as caught:
+        fg.visualize(spec, (1, 2, 100))
+    assert caught.value.way_out == "fg.visualize(spec, (1, 2, 2, 100, 100), window=...)"

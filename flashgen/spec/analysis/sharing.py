@@ -133,6 +133,7 @@ class _Sharing:
         self.first_let = first_let
         self.counts: Counter[sympy.Basic] = Counter()
         self.names: dict[sympy.Basic, sympy.Symbol] = {}
+        self.same: dict[sympy.Basic, sympy.Symbol] = {}  # Lets whose value has a name already
         self.lets: list[tuple[sympy.Symbol, sympy.Basic]] = []
         self.inner = lets_of(*results)
         self.indices = {
@@ -146,7 +147,11 @@ class _Sharing:
         for part in parts_of(*self.results):
             self._count(part)
         for let in self.inner:
-            self._name(let, self._rebuilt(let.value, evaluated=True))
+            value = self._rebuilt(let.value, evaluated=True)
+            if isinstance(value, sympy.Symbol):
+                self.same[let] = value
+            else:
+                self._name(let, value)
         results = tuple(self._rebuilt(result, evaluated=True) for result in self.results)
         return CodeBlock(tuple(self.lets), results, tuple(self.names))
 
@@ -159,6 +164,8 @@ class _Sharing:
     def _rebuilt(self, expr: sympy.Basic, evaluated: bool) -> sympy.Basic:
         if expr in self.names:
             return self.names[expr]
+        if expr in self.same:
+            return self.same[expr]
         if not expr.args:
             return expr
         flags = _evaluated_args(expr) if evaluated else [False] * len(expr.args)

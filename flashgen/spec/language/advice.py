@@ -24,10 +24,23 @@ _ALIASES = {
 }
 
 
+_AS_IT_IS = ("item", "detach", "clone", "contiguous")
+"""The methods of torch's tensors that a traced value does without."""
+
+
 def for_attribute(name: str) -> str:
-    """The function of flashgen that replaces a method ``name``, as in ': fg.exp(x)'."""
-    name = _ALIASES.get(name, name)
-    return f": fg.{name}(x)" if name in FUNCTIONS else f" ({', '.join(FUNCTIONS)})"
+    """What to write instead of a method ``name`` of a traced value."""
+    known = _ALIASES.get(name, name)
+    for node in _nodes_of_line(*_here()):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if node.func.attr == name and name in _AS_IT_IS:
+            return f"{ast.unparse(node.func.value)} instead of {ast.unparse(node)}"
+        if node.func.attr == name and known in FUNCTIONS:
+            return _function(known, [node.func.value, *node.args], node)
+    if known in FUNCTIONS:
+        return f"fg.{known}({', '.join(_parameters(known))})"
+    return f"a function of flashgen ({', '.join(FUNCTIONS)})"
 
 
 def for_type(value: object) -> str:
@@ -64,12 +77,30 @@ def for_call(file: str | None = None, line: int = 0) -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = _ALIASES.get(node.func.attr, node.func.attr)
             if name in FUNCTIONS:
-                written, parameters = ast.unparse(node), _PARAMETERS.get(name, ("x",))
-                better = f"fg.{name}({', '.join(map(ast.unparse, node.args))})"
-                if node.keywords or len(node.args) != len(parameters) or better == written:
-                    return f"fg.{name}({', '.join(parameters)})"
-                return f"{better} instead of {written}"
+                return _function(name, node.args, node)
     return LANGUAGE
+
+
+def _function(name: str, arguments: list[ast.expr], node: ast.Call) -> str:
+    """A function of flashgen with these arguments instead of a call of the user's line."""
+    written, parameters = ast.unparse(node), _parameters(name)
+    better = f"fg.{name}({', '.join(map(ast.unparse, arguments))})"
+    if node.keywords or len(arguments) != len(parameters) or better == written:
+        return f"fg.{name}({', '.join(parameters)})"
+    return f"{better} instead of {written}"
+
+
+def _parameters(name: str) -> tuple[str, ...]:
+    return _PARAMETERS.get(name, ("x",))
+
+
+def for_key() -> str:
+    """How to write what hashes a traced value: a search in a set, or a value of a dictionary."""
+    for node in _nodes_of_line(*_here()):
+        searched = _searched(node) if isinstance(node, ast.Compare) else None
+        if searched is not None:
+            return searched
+    return for_index() or "fg.where(condition, a, b) to choose between values"
 
 
 def for_index() -> str | None:

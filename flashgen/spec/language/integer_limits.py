@@ -119,16 +119,31 @@ def _limits(
     raise TypeError(f"not an integer expression: {expr}")
 
 
-@lru_cache(maxsize=1 << 14)
-def fits(expr: sympy.Expr, bits: int = 62) -> bool:
+KERNEL_BITS = 62
+"""The bits, beside a sign, of integers and of all intermediate results in kernels."""
+
+
+def fits(expr: sympy.Expr, bits: int = KERNEL_BITS) -> bool:
     """True if every intermediate result of an integer expression fits ``bits`` bits and a sign."""
-    is_leaf = not expr.args or isinstance(expr, sympy.Piecewise | Select | TensorRead)
-    if not is_leaf and not all(fits(arg, bits) for arg in expr.args):
-        return False
-    if isinstance(expr, sympy.Add):  # partial sums too
-        return bool(sum(max(map(abs, limits(arg))) for arg in expr.args) < 2**bits)
-    lo, hi = limits(expr)
-    return bool(max(-lo, hi) < 2**bits)
+    return too_large(expr, bits) is None
+
+
+@lru_cache(maxsize=1 << 14)
+def too_large(expr: sympy.Expr, bits: int = KERNEL_BITS) -> sympy.Expr | None:
+    """The first part of an integer expression that may not fit ``bits`` bits and a sign."""
+    if expr.args and not isinstance(expr, sympy.Piecewise | Select | TensorRead):
+        for arg in expr.args:
+            found = too_large(arg, bits)
+            if found is not None:
+                return found
+    return expr if magnitude(expr) >= 2**bits else None
+
+
+def magnitude(expr: sympy.Expr) -> int:
+    """The largest absolute value of an integer expression, or of a part of a sum."""
+    if isinstance(expr, sympy.Add):
+        return sum(max(map(abs, limits(arg))) for arg in expr.args)
+    return max(map(abs, limits(expr)))
 
 
 def _symbol(symbol: sympy.Symbol, known: Mapping[sympy.Symbol, Limits]) -> Limits:

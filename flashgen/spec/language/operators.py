@@ -17,7 +17,7 @@ from flashgen.spec.language.float_operations import (
     negative,
     plain,
 )
-from flashgen.spec.language.integer_limits import fits, limits
+from flashgen.spec.language.integer_limits import KERNEL_BITS, limits, magnitude, too_large
 from flashgen.spec.language.lets import contains
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.symbols import is_condition, is_int
@@ -31,7 +31,7 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
 
     Raises:
         SpecError: a condition where a number belongs or the other way round, a division by 0, or
-            integers that may leave 64 bits.
+            integers that may be too large for kernels.
     """
     if operator in _BIT_OPERATORS and is_int(a) and is_int(b):
         if operator in ("<<", ">>"):
@@ -107,12 +107,13 @@ def _shift_distance(operator: str, x: sympy.Expr, n: sympy.Expr) -> sympy.Expr:
 def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
     for side, other in ((a, b), (b, a)):
         is_exact = is_int(side) and (is_int(other) or not side.is_number)
-        if is_exact and not fits(side):
-            largest = max(map(abs, limits(side)))
+        part = too_large(side) if is_exact else None
+        if part is not None:
             refuse(
-                f"{operator} of integers that can leave 64 bits",
-                numbers=f"{python_text(side)} can reach 2^{largest.bit_length() - 1}, for "
-                "positions up to 2^28 and int32 scalars up to 2^30",
+                f"{operator} of integers that can be too large for kernels",
+                numbers=f"{python_text(part)} can reach 2^{magnitude(part).bit_length() - 1}, for "
+                "positions up to 2^28 and int32 scalars up to 2^30; the limit is below "
+                f"2^{KERNEL_BITS}",
                 way_out="smaller factors, as elements of int16 Tensors are, or 1.0 as a first "
                 "factor, which makes a float of the product",
             )

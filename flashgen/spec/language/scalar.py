@@ -45,7 +45,7 @@ class Scalar(Capture):
         bound = "" if self.minimum is None else f", minimum={self.minimum}"
         return f"Scalar({self.name!r}, {self.dtype!r}{bound})"
 
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:
         return hash(self.key)
 
     def __reduce__(self) -> str | tuple[object, ...]:
@@ -113,7 +113,9 @@ def _check(dtype: str, minimum: float | None) -> None:
         refuse(
             "the minimum of a Scalar is a number within the limit, a whole one of an int32",
             numbers=f"minimum {minimum!r}, dtype {dtype!r}, limit +-{SCALAR_LIMIT:,}",
-            way_out="minimum=1 for a width that cannot be empty, or no minimum",
+            way_out="no minimum: a bool is True or False"
+            if dtype == "bool"
+            else "minimum=1 for a width that cannot be empty, or no minimum",
         )
 
 

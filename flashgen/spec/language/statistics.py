@@ -110,9 +110,12 @@ def statistics_of(given: object) -> tuple[tuple[str, Statistic], ...]:
         return ()
     pairs: Any = tuple(given.items()) if isinstance(given, Mapping) else given
     if not isinstance(pairs, tuple) or not all(map(_is_named, pairs)):
+        kinds = type(given).__name__
+        if isinstance(given, Mapping):
+            kinds = ", ".join(f"{name!r}: {type(each).__name__}" for name, each in given.items())
         refuse(
             "statistics are named sums or maxima of functions",
-            numbers=f"given {given!r:.100}; names have at most {MOST_LETTERS} letters of ASCII, "
+            numbers=f"given {kinds:.100}; names have at most {MOST_LETTERS} letters of ASCII, "
             "digits and underscores",
             way_out='statistics={"spread": fg.sum_over_keys(lambda score, weight, *_: ...)}',
         )

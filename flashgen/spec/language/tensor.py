@@ -91,10 +91,40 @@ class Tensor(Capture):
             refuse(
                 f"the Tensor {self.name!r} is used as one number",
                 numbers=f"it has {len(self.dims)} dimensions: ({', '.join(map(str, self.dims))})",
-                way_out=f"an index for each, as in {self.name}"
-                f"[{', '.join(['h', 'q', 'k', 'b'][: len(self.dims)]) or '...'}]",
+                way_out=f"an index for each, as in {self._read()}",
             )
         return self._element(())
+
+    def _read(self) -> str:
+        """How a mod may read an element."""
+        places = {"batch": "b", "heads": "h", "seq_q": "q", "seq_k": "k"}
+        return f"{self.name}[{', '.join(places.get(str(dim), '0') for dim in self.dims)}]"
+
+    def __len__(self) -> NoReturn:
+        if self.dims:
+            self._length("len()")
+        super().__len__()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("shape", "size") and self.dims:
+            self._length(f".{name}")
+        super().__getattr__(name)
+
+    def _length(self, use: str) -> NoReturn:
+        """Refuses what asks for the lengths of dimensions, which calls give."""
+        lengths = (
+            str(dim)
+            if isinstance(dim, int)
+            else f"fg.{dim}"
+            if dim in ("batch", "heads", "seq_q", "seq_k")
+            else f"an fg.Scalar for that of {dim}"
+            for dim in self.dims
+        )
+        refuse(
+            f"the Tensor {self.name!r} has no lengths yet: {use} cannot be used on it",
+            numbers=f"dims ({', '.join(map(str, self.dims))})",
+            way_out=f"the length of each dimension: {', '.join(lengths)}",
+        )
 
     def _element(self, indices: tuple[sympy.Expr, ...]) -> sympy.Basic:
         element = Element(self.symbol, *indices)
@@ -112,6 +142,13 @@ class Tensor(Capture):
         return Value(self._element(indices), captures_of(self, *given), self.narrow)
 
     def _index(self, index: object, dim: str | int) -> sympy.Expr:
+        if index is None or index is ... or isinstance(index, slice):
+            refuse(
+                f"an index of the Tensor {self.name!r} is not a number",
+                numbers=f"given {'a slice' if isinstance(index, slice) else index} for dimension "
+                f"{dim}; a mod computes one score, and reads one element at a time",
+                way_out=f"an integer for each dimension, as in {self._read()}",
+            )
         expr = as_expr(index)
         if is_condition(expr) or not _has_integer_values(expr):
             refuse(
@@ -147,7 +184,7 @@ class Tensor(Capture):
         learned = ", grad=True" if self.grad else ""
         return f"Tensor({self.name!r}, {self.dims!r}, {self.dtype!r}{learned})"
 
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:
         return hash(self.key)
 
     def __reduce__(self) -> tuple[object, ...]:

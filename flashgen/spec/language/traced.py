@@ -76,7 +76,6 @@ class Traced:
 
     __slots__ = ("captures", "expr", "narrow")
     __array_ufunc__ = None  # lets numpy scalars on the left defer to the operators below
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(
         self, expr: sympy.Basic, captures: tuple[Capture, ...] = (), narrow: str = ""
@@ -161,13 +160,16 @@ class Traced:
             way_out=advice.for_truth_value(),
         )
 
+    def __hash__(self) -> int:
+        self._no_value("a search in a set or a dictionary", advice.for_key())
+
     def __float__(self) -> NoReturn:
         self._no_value("float() and the functions of math", advice.for_call())
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        self._no_value(f".{name}", f"a function of flashgen{advice.for_attribute(name)}")
+        self._no_value(f".{name}", advice.for_attribute(name))
 
     __int__ = _without_value("int()", "fg.floor(x), or x // 1")
     __index__ = _without_value(
@@ -266,9 +268,10 @@ def _literal(value: float) -> sympy.Expr:
     if value < -FLOAT32_MAX:  # removes a score, as -inf itself
         return -sympy.oo
     if value > FLOAT32_MAX:
+        least = " or more" if value == sys.float_info.max else ""  # as `_nearest` gives it
         refuse(
             "a number that float32 cannot hold",
-            numbers=f"{value!r}; the largest finite float32 is {FLOAT32_MAX:.8g}",
+            numbers=f"{value!r}{least}; the largest finite float32 is {FLOAT32_MAX:.8g}",
             way_out="mask_mod or fg.where(condition, score, -math.inf) to remove scores; other "
             "numbers are finite in float32, or math.inf",
         )

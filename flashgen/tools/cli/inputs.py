@@ -238,6 +238,27 @@ def example_scalars(path: str) -> Mapping[str, Any]:
     return {}
 
 
+def example_of(path: str, name: str) -> tuple[str | None, bool]:
+    """The line of a spec file's examples that names a scalar or a tensor, and whether a scalar.
+
+    The line is None where the examples do not name it as they are written.
+    """
+    file = Path(file_and_variable(path)[0])
+    for node in ast.parse(file.read_bytes()).body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        is_function = isinstance(node, ast.FunctionDef) and node.name == "example_tensors"
+        if is_function:
+            given: Sequence[ast.AST] = list(ast.walk(node))
+        elif "example_scalars" in [getattr(target, "id", None) for target in targets]:
+            given = getattr(getattr(node, "value", None), "keys", [])
+        else:
+            continue
+        for each in given:
+            if isinstance(each, ast.Constant) and each.value == name:
+                return f"{file.as_posix()}:{each.lineno}", not is_function
+    return None, False
+
+
 def check_folder(folder: Path, option: str) -> None:
     """Checks that files can be written into a folder, before the work that makes them.
 

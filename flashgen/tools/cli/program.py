@@ -121,6 +121,12 @@ def _name_options(error: FlashgenError, given: dict[str, Any], made_of: type[Any
     flags |= {name: f"--scalar {name}" for name in names}
     found = re.match(r"argument (\w+)(?: of flashgen\S+)?$|(?:plan\()?(\w+)=", error.where)
     flag = flags.get(found[1] or found[2]) if found else None
+    if found and found[1] and flag is None and "scalars" in given:
+        from flashgen.tools.cli.inputs import example_of
+
+        place, is_scalar = example_of(given["path"], found[1])
+        error.where = place or error.where
+        flags |= {found[1]: f"--scalar {found[1]}"} if is_scalar else {}
     if found and flag and (found[1] or flag in there.values()):
         error.where = f"option {flag}"
 

@@ -34,6 +34,14 @@ from flashgen.spec.language.signature import at_offsets, signature_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.views.mask_call import KernelTile, MaskCall
 
+_NO_SCORES: dict[str, Any] = {
+    "score_mod": None,
+    "weight_mod": None,
+    "normalize": "softmax",
+    "statistics": None,
+}
+"""A spec without what reads scalars and tensors of no mask."""
+
 Sizes = tuple[int, int, int, int, int]
 """batch, heads_q, heads_kv, seq_q and seq_k."""
 
@@ -91,7 +99,7 @@ def _checked(
         q_offset = sizes[4] - sizes[3] if spec.paged else 0
     _refuse_pages(spec, captures)
     unread = {each.name for each in (*spec.scalars, *spec.tensors)}
-    spec = spec.replace(score_mod=None, sink=None, dropout=False, paged=False, kv_dtype=None)
+    spec = spec.replace(**_NO_SCORES, sink=None, dropout=False, paged=False, kv_dtype=None)
     wanted = {each.name for each in (*spec.scalars, *spec.tensors)}
     captures = {name: x for name, x in captures.items() if name not in unread - wanted}
     named = {scalar.name for scalar in spec.scalars}
@@ -117,7 +125,14 @@ def _checked(
     if signature_of(spec).draws:
         rng = _on_cpu(tensors.pop("rng", torch.zeros(2, dtype=torch.int64)))
         options["rng"], of_rng = rng, {RANDOM_STATE: state_of(rng, q)}
-    problem = check(spec, q, k, v, tensors=tensors, **options)
+    try:
+        problem = check(spec, q, k, v, tensors=tensors, **options)
+    except InputError as error:
+        call = f"fg.visualize(spec, ({', '.join(map(str, sizes))})"
+        way_out = error.way_out.replace("op(q, k, v", call).replace("op(q, kv", call)
+        raise InputError(
+            error.what, where=error.where, numbers=error.numbers, way_out=way_out
+        ) from None
     of_offsets = offset_tensors(q_offset, k_offset)
     spec = at_offsets(spec, dtypes_of(of_offsets))
     tensors |= of_offsets | of_rng
