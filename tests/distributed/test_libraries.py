@@ -60,6 +60,7 @@ REFUSED = {
     "encoder": "a decoder would attend to a part of its encoder",
     "state": "linear_attention; known: full_attention",
     "images": "block_sequence_ids (2, 64)",
+    "packed": "the model's mask does not keep packed sequences apart",
     "chunks": "left_padding (2,)",
     "chunks without padding": "nothing is refused",
 }

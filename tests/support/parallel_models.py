@@ -18,6 +18,7 @@ from transformers.masking_utils import (
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    create_bidirectional_mask,
     or_masks,
 )
 
@@ -198,6 +199,12 @@ def what_is_refused() -> dict[str, str]:
     chunks = chunked_causal_mask_function(16, torch.zeros(BATCH, dtype=torch.int64))
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     kinds = ["linear_attention", "full_attention"]
+
+    def bidirectional(own: dict[str, Tensor]) -> Any:
+        part, keep = own["input_ids"].float()[..., None], own["attention_mask"]
+        config = hf.BertConfig(attn_implementation="fg")
+        return create_bidirectional_mask(config, part, keep)
+
     return {
         "method": tried(method="rings"),
         "shard": tried(shard="tail"),
@@ -219,6 +226,7 @@ def what_is_refused() -> dict[str, str]:
         "encoder": tried(lambda own: mask(own, is_encoder_decoder=True)),
         "state": tried(lambda own: mask(own, layer_types=kinds)),
         "images": tried(lambda own: mask(own, images)),
+        "packed": tried(bidirectional, packed()),
         "chunks": tried(lambda own: mask(own, chunks), padded()),
         "chunks without padding": tried(lambda own: layer(own, mask(own, chunks))),
     }

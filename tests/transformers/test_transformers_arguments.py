@@ -549,6 +549,24 @@ def test_a_model_whose_layers_drop_a_mask_that_is_no_tensor_is_refused() -> None
     assert "sdpa" in caught.value.way_out
 
 
+@pytest.mark.parametrize("offset", [0, 12, torch.tensor(12)], ids=["first", "cached", "static"])
+def test_rows_may_be_cut_from_a_mask(offset: Any) -> None:
+    """Gemma 4 computes its last layers for the positions whose logits are wanted."""
+    q, k, v = qkv(7, 19)
+    padding = torch.ones(2, 19, dtype=torch.bool)
+    padding[0, :3] = False
+    bias = torch.randn(1, 1, 7, 19, generator=torch.Generator().manual_seed(1))
+    mask = make_mask(2, 7, 19, q_offset=offset, attention_mask=padding) + bias
+    whole = attention(Layer(), q, k, v, mask)[0]
+    for rows in (slice(-1, None), slice(2, 5), slice(0, None)):
+        cut = mask[:, :, rows, :]
+        assert cut.shape == (2, 1, len(range(7)[rows]), 19)
+        found = attention(Layer(), q[:, :, rows], k, v, cut)[0]
+        torch.testing.assert_close(found, whole[:, rows])
+    with pytest.raises(InputError, match="computes with its mask"):
+        mask[:, :, ::2, :]
+
+
 def test_trailing_keys_may_be_cut_from_a_mask() -> None:
     mask = make_mask(2, 4, 4)
     assert mask[:, :, :, :4].shape == (2, 1, 4, 4)

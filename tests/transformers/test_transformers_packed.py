@@ -9,11 +9,22 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers as hf
 from transformers import DataCollatorWithFlattening
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
+from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
 from flashgen import InputError
 from flashgen.frontends.transformers.attention import attention
 from flashgen.frontends.transformers.masks import make_mask
+from flashgen.frontends.transformers.packed import packed
 from flashgen.integrations import transformers as integration
 from tests.support.tiers import slow
 from tests.support.transformers_models import tiny
@@ -100,6 +111,82 @@ def test_packed_positions_that_a_model_does_not_give_its_mask_have_a_way_out_tha
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def without_positions_in_layers() -> dict[str, Any]:
+    """Models whose layers get no positions. CTRL's mask does, and reads them without a cache; the
+    text model of Kosmos-2 makes a tensor of its own.
+    """
+    sizes = {"vocab_size": 97, "pad_token_id": 0, "hidden_size": 32, "num_attention_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 48}
+    distil = {"dim": 32, "n_heads": 2, "n_layers": 1, "hidden_dim": 48, "vocab_size": 97}
+    modern = {**sizes, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    kosmos = {"layers": 1, "embed_dim": 32, "attention_heads": 2, "ffn_dim": 48, "vocab_size": 97}
+    ctrl = {"n_embd": 32, "n_head": 2, "n_layer": 1, "dff": 48, "vocab_size": 97}
+    return {
+        "ctrl": (hf.CTRLLMHeadModel, hf.CTRLConfig(**ctrl)),
+        "kosmos2": (Kosmos2TextForCausalLM, hf.models.kosmos2.Kosmos2TextConfig(**kosmos)),
+        "bert": (hf.BertForMaskedLM, hf.BertConfig(**sizes)),
+        "distilbert": (hf.DistilBertForMaskedLM, hf.DistilBertConfig(**distil)),
+        "modernbert": (hf.ModernBertForMaskedLM, hf.ModernBertConfig(**modern)),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "kosmos2", slow("ctrl"), slow("distilbert"), "modernbert"]
+)
+def test_packed_positions_that_only_the_model_reads_are_refused(name: str) -> None:
+    integration.register()
+    batch = flattened(return_flash_attn_kwargs=True)
+    make, config = without_positions_in_layers()[name]
+    torch.manual_seed(0)
+    model = make._from_config(config, attn_implementation="fg").eval()
+    alone = {name: batch[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        for mask in (None, torch.ones_like(batch["input_ids"])):
+            with pytest.raises(InputError, match="start again") as error:
+                model(**alone, attention_mask=mask)
+            assert "cu_seq_lens_q" in error.value.way_out
+        found = model(**batch).logits
+        model.set_attn_implementation("eager")
+        parts = [
+            model(part, position_ids=torch.arange(part.shape[1])[None]).logits
+            for part in batch["input_ids"].split(LENGTHS, 1)
+        ]
+    torch.testing.assert_close(found, torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_tensor_of_the_user_says_who_attends_to_whom() -> None:
+    batch = flattened()
+    packs = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+    mask = (packs[:, None] == packs) & torch.ones(20, 20, dtype=torch.bool).tril()
+    model = tiny("llama").model("fg", layers=1)
+    with torch.no_grad():
+        found = model(**batch, attention_mask=mask[None, None], use_cache=True).logits
+        expected = apart(tiny("llama").model("eager", layers=1), batch["input_ids"])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_positions_of_a_mask_are_those_of_the_model_that_makes_it() -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, position_ids: Tensor, own: Tensor | None = None) -> Any:
+            return self.inner(own)
+
+    class Inner(torch.nn.Module):
+        def forward(self, position_ids: Tensor | None) -> Any:
+            def helper() -> Any:
+                return make_mask(1, 20, 20), position_ids
+
+            return helper()[0]
+
+    packs, own = torch.arange(20)[None] % 7, torch.arange(20)[None]
+    assert Outer()(packs).positions is None
+    assert Outer()(packs, own).positions is own
+    assert Outer()(packs, own).to("cpu").positions is own
+
+
 def test_packed_positions_beside_a_mask_without_padding_are_refused() -> None:
     batch = flattened()
     model = tiny("llama").model("fg")
@@ -136,11 +223,14 @@ def test_contents_that_change_in_place_are_read_again() -> None:
             model(ids, position_ids=positions, use_cache=True)
 
 
-def call(batch: int = 1, keys: int = 20, causal: bool = True, **options: Any) -> Tensor:
+def call(
+    batch: int = 1, keys: int = 20, causal: bool = True, masked: Any = None, **options: Any
+) -> Tensor:
     draw = torch.Generator().manual_seed(1)
     q, k = (torch.randn(batch, 2, n, 16, generator=draw) for n in (20, keys))
     layer = torch.nn.Module()
-    mask = make_mask(batch, 20, keys) if causal else None
+    given = {} if masked is None else {"mask_function": masked}
+    mask = make_mask(batch, 20, keys, **given) if causal else None
     return attention(layer, q, k, k, mask, is_causal=None if causal else False, **options)[0]
 
 
@@ -183,3 +273,33 @@ def test_an_encoder_may_have_other_boundaries_for_its_keys() -> None:
     torch.testing.assert_close(found, torch.cat(parts, 2).transpose(1, 2))
     names = [op.name for op in integration.operators()]
     assert "full_packed" in names
+
+
+def chunks(size: int = 8) -> Any:
+    return chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "masked", [chunks(), lambda b, h, q, k: (k <= q) | (k < 5)], ids=["chunks", "prefix"]
+)
+def test_masks_that_count_from_the_row_are_refused_beside_boundaries(masked: Any) -> None:
+    boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends(0, 9, 20))
+    with pytest.raises(InputError, match="counts positions from the first") as error:
+        call(masked=masked, **boundaries)
+    assert "use_cache=False" in error.value.way_out
+    whole = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends(0, 20))
+    assert torch.equal(call(masked=masked, **whole), call(masked=masked))
+
+
+def test_masks_of_distances_or_of_positions_in_a_tensor_are_taken_beside_boundaries() -> None:
+    boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends(0, 9, 20))
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None]
+    packs = (torch.arange(20) > 8).long()[None]
+    for masked in (chunks(), and_masks(sliding_window_overlay(5), causal_mask_function)):
+        remapped = packed(masked, positions, packs)
+        torch.testing.assert_close(call(masked=remapped, **boundaries), call(masked=remapped))
+    both_ways = and_masks(sliding_window_bidirectional_overlay(5), bidirectional_mask_function)
+    call(masked=both_ways, **boundaries)
+    window = and_masks(sliding_window_overlay(5), causal_mask_function)
+    apart = packed(window, positions, packs)
+    torch.testing.assert_close(call(masked=window, **boundaries), call(masked=apart))

@@ -21,7 +21,11 @@ from flashgen.frontends.transformers.layers import (
 )
 from flashgen.frontends.transformers.masks import Mask
 from flashgen.frontends.transformers.ranks import check_layer, current, refuse_context_of_torch
-from flashgen.frontends.transformers.sequences import check_positions, sequences_of
+from flashgen.frontends.transformers.sequences import (
+    check_positions,
+    inputs_of_forward,
+    sequences_of,
+)
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
@@ -109,14 +113,9 @@ def attention(
         mask = _without_mask(module, is_causal, sizes)
     else:
         given.append(given_tensor("attention_mask", attention_mask, sizes, captures))
-    sequences = sequences_of(options, sizes, mask == FULL, ranks is not None)
-    if sequences is None and isinstance(attention_mask, Mask) and ranks is None:
-        positions = options.get("position_ids")
-        if not any(positions is each for each in attention_mask.checked):
-            read = attention_mask.tensors
-            check_positions(positions, attention_mask.padding, read, sizes)
-            if not torch.compiler.is_compiling():
-                attention_mask.checked.append(positions)
+    sequences = sequences_of(options, sizes, mask, ranks is not None)
+    if sequences is None and ranks is None:
+        _check_packed(attention_mask, options.get("position_ids"), sizes)
     if position_bias is not None:
         given.append(given_tensor("position_bias", position_bias, sizes, captures))
     chosen = options.get("indices")
@@ -198,6 +197,25 @@ def _start(name: str, offset: int | Tensor, captures: dict[str, Any]) -> str:
         return ""
     captures[name] = offset
     return "number"
+
+
+def _check_packed(mask: Any, positions: Any, sizes: tuple[int, ...]) -> None:
+    """Refuses positions of packed sequences that nothing keeps apart, in a call without boundaries.
+
+    Positions that only the model itself reads cannot be seen while torch.compile traces it.
+    """
+    compiling = torch.compiler.is_compiling()
+    if isinstance(mask, Mask):
+        for each in (positions, mask.positions):
+            if any(each is other for other in mask.checked):
+                continue
+            check_positions(each, mask.padding, mask.tensors, sizes)
+            if not compiling:
+                mask.checked.append(each)
+    elif mask is not None and not compiling:
+        of_model, padding = inputs_of_forward(outermost=True)
+        if padding is None or (isinstance(padding, Tensor) and padding.dim() == 2):
+            check_positions(of_model, padding, (), sizes)  # a model that makes its mask by itself
 
 
 def _without_mask(module: torch.nn.Module, is_causal: bool | None, sizes: tuple[int, ...]) -> str:

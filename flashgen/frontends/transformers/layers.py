@@ -31,6 +31,7 @@ from flashgen.frontends.score_tensors import (
 )
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language import mod_functions
+from flashgen.spec.language.distances import is_of_distances
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_options import as_name
 from flashgen.spec.language.symbols import B, H, K, Q
@@ -212,6 +213,15 @@ def reads(mask: str) -> tuple[bool, bool, bool, bool]:
     return B in symbols, H in symbols, Q in symbols, K in symbols
 
 
+def counts_from_row(mask: str) -> bool:
+    """Whether a mask depends on where the row begins, and not on elements of tensors alone.
+
+    Causal masks and windows depend on distances, which packed sequences have too; chunks and
+    prefixes are counted from the first position.
+    """
+    return mask not in (FULL, CAUSAL) and not is_of_distances(_masks[mask].of_mask_mod)
+
+
 def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
     """The name in `operators` of the operator of a layer, which is made at the first call.
 
@@ -237,6 +247,7 @@ for _constant in (
     captures_of,
     created_tensor,
     reads,
+    counts_from_row,
     operator_name,
 ):
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.

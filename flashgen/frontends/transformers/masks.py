@@ -26,6 +26,7 @@ from flashgen.frontends.flex.operation_results import name_of
 from flashgen.frontends.transformers.layers import FULL, MaskFunction, name_of_mask, record_mask
 from flashgen.frontends.transformers.packed import packed
 from flashgen.frontends.transformers.ranks import Ranks, current
+from flashgen.frontends.transformers.sequences import inputs_of_forward
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
@@ -56,6 +57,7 @@ class Mask(BlockMask):
         ranks: over which the positions are divided; the lengths are those of a part then, and the
             tensors those of the whole.
         padding: the mask of padding that the model was given, bool [batch, positions], or None.
+        positions: ``position_ids`` of the forward pass that made the mask, or None.
         checked: the positions of layers that this mask was compared with.
         elements: makes the mask as a bool tensor [batch, 1, seq_q, seq_k]; None over ranks.
     """
@@ -68,6 +70,7 @@ class Mask(BlockMask):
     bias: Tensor | None = None
     ranks: Ranks | None = None
     padding: Tensor | None = None
+    positions: Tensor | None = None
     checked: list[Any] = field(default_factory=list)  # FSDP copies a mask by all of its fields
     elements: Callable[[], Any] | None = None
 
@@ -99,8 +102,15 @@ class Mask(BlockMask):
     def _with(self, **fields: Any) -> Mask:
         """The mask with other fields."""
         places = "lengths", "q_offset", "k_offset"
-        names = ("name", "tensors", *places, "bias", "ranks", "padding", "elements")
+        others = "bias", "ranks", "padding", "positions", "elements"
+        names = "name", "tensors", *places, *others
         return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
+
+    def _of_rows(self, kept: range) -> Mask:
+        bias = self.bias
+        if bias is not None and bias.shape[-2] > 1:
+            bias = bias[..., kept.start : kept.stop, :]
+        return self._with(q_offset=self.q_offset + kept.start, bias=bias, elements=None)
 
     def __add__(self, other: Any) -> Mask:
         """The mask with a bias for each score, [batch or 1, heads or 1, seq_q or 1, seq_k]."""
@@ -122,20 +132,26 @@ class Mask(BlockMask):
         return self
 
     def __getitem__(self, index: Any) -> Any:
-        """The mask of the first keys, for slices that cut trailing keys; its one head, for 0."""
+        """The mask of the first keys, of rows that follow each other, or of its one head.
+
+        For slices that cut trailing keys, for slices of rows (Gemma 4), and for head 0.
+        """
         given = index if isinstance(index, tuple) else (index,)
         of_head = given[1:2] == (0,) and all(x == slice(None) for x in (given[0], *given[2:]))
         if of_head and self.elements is not None and self.bias is None:
             of_keys = self.elements()[:, 0, :, : self.lengths[2]]
             return of_keys.as_subclass(MaskOfHead)
         *leading, last = given
+        rows = leading.pop() if len(given) == 4 and isinstance(leading[2], slice) else slice(None)
         whole = all(item == slice(None) or item is Ellipsis for item in leading)
         of_keys = len(given) == 4 or Ellipsis in leading
         if whole and of_keys and isinstance(last, slice) and not last.start:
             batch, queries, keys = self.lengths
-            if last.step in (None, 1):
-                lengths = batch, queries, len(range(keys)[last])
-                return self._with(lengths=lengths)
+            kept = range(queries)[rows]
+            of_part = self.ranks is not None and len(kept) < queries
+            if last.step in (None, 1) and kept.step == 1 and not of_part:
+                cut = self if len(kept) == queries else self._of_rows(kept)
+                return cut._with(lengths=(batch, len(kept), len(range(keys)[last])))
         _refuse(f"mask[{index}]")
 
     def __repr__(self) -> str:
@@ -268,7 +284,9 @@ def make_mask(
         if attention_mask is None and q_length == kv_length:
             _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
     places = lengths, q_offset, kv_offset
-    return Mask(name, tensors, *places, ranks=ranks, padding=given, elements=elements)
+    positions = None if torch.compiler.is_compiling() else inputs_of_forward()[0]
+    others: dict[str, Any] = {"padding": given, "positions": positions, "elements": elements}
+    return Mask(name, tensors, *places, ranks=ranks, **others)
 
 
 def _check_heads(config: Any) -> None:

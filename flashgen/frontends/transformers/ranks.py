@@ -206,9 +206,16 @@ class Ranks:
                     "mask of the model",
                     f"{name} {tuple(tensor.shape)}, beside padding and packed sequences",
                 )
-        if packs and whole.packed is not None:
-            mask_function = packed(mask_function, whole.positions, whole.packed)
-        return mask_function, whole
+        if whole.packed is None:
+            return mask_function, whole
+        if not packs:
+            _refuse(
+                "the model's mask does not keep packed sequences apart",
+                "argument position_ids of own",
+                "positions that start again within a row, and a mask in both directions",
+                "each sequence in a row of its own, with an attention_mask",
+            )
+        return packed(mask_function, whole.positions, whole.packed), whole
 
     def attention(self, op: Attention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Any:
         """Attention of this rank's queries; gradients of sinks are left to the user's reduction."""

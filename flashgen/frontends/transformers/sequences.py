@@ -2,7 +2,8 @@
 
 `DataCollatorWithFlattening` packs the samples of a batch into one row. Its ``cu_seq_lens_q`` and
 ``cu_seq_lens_k`` reach every layer and join the mask there. Its ``position_ids`` are in the mask
-already, where transformers has looked for them: not beside a cache.
+already, where transformers has looked for them: not beside a cache. Models give them to their masks
+or to their layers, to both or to neither, so they are looked for where every model has them.
 
 The values of these tensors are read once for each forward pass, whose layers share them, and are
 asserted on the device in a compiled graph.
@@ -10,12 +11,16 @@ asserted on the device in a compiled graph.
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from flashgen.frontends.transformers.layers import FULL, counts_from_row
 from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
@@ -28,19 +33,19 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def sequences_of(
-    options: dict[str, Any], sizes: tuple[int, ...], is_full: bool, divided: bool
+    options: dict[str, Any], sizes: tuple[int, ...], mask: str, divided: bool
 ) -> tuple[Tensor, Tensor] | None:
     """The number of each row's sequence, int32 [1, seq_q] and [1, seq_k]; None without boundaries.
 
     Args:
         options: the further arguments of the attention function.
         sizes: batch, heads, queries and keys.
-        is_full: whether the mask depends on neither the query nor the key.
+        mask: the name of the mask.
         divided: whether the sequences are divided over ranks.
 
     Raises:
-        InputError: sequences are divided over ranks, only one of the two is given, or they do not
-            divide the rows of the call.
+        InputError: sequences are divided over ranks, only one of the two is given, they do not
+            divide the rows of the call, or the mask counts positions from the row's first.
     """
     given = [options.get(name) for name in BOUNDARIES]
     if given[0] is None and given[1] is None:
@@ -67,10 +72,18 @@ def sequences_of(
     of_q, of_k = given
     assert isinstance(of_q, Tensor)
     assert isinstance(of_k, Tensor)
+    if len(of_q) > 2 and counts_from_row(mask):
+        raise InputError(
+            "the mask counts positions from the first one of the row, not of each sequence",
+            where="arguments cu_seq_lens_q and cu_seq_lens_k of the model",
+            numbers=f"{len(of_q) - 1} sequences, mask {mask}",
+            way_out="position_ids of DataCollatorWithFlattening beside them, with use_cache=False "
+            "and no attention_mask; or each sample in a row of its own",
+        )
     if torch.compiler.is_compiling():
-        _assert_boundaries(of_q, of_k, sizes, is_full)
+        _assert_boundaries(of_q, of_k, sizes, mask == FULL)
     else:
-        _check_boundaries(of_q, of_k, sizes, is_full)
+        _check_boundaries(of_q, of_k, sizes, mask == FULL)
     return _numbers(of_q, sizes[2]), _numbers(of_k, sizes[3])
 
 
@@ -108,6 +121,33 @@ def _values(tensor: Tensor) -> tuple[int, ...]:
     if found is None or found[0] != version or version < 0:
         found = _known[tensor] = version, tuple(tensor.tolist())
     return found[1]  # type: ignore[no-any-return]
+
+
+def inputs_of_forward(outermost: bool = False) -> tuple[Tensor | None, Any]:
+    """``position_ids`` and ``attention_mask`` of the forward pass that runs; None if unknown.
+
+    Args:
+        outermost: of the outermost model that has positions, as its user has given them. Otherwise
+            of the innermost function that has them, from this one to the forward of its module.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    found: tuple[Tensor | None, Any] = None, None
+    while frame is not None and (
+        outermost or frame.f_code is not torch.nn.Module._call_impl.__code__
+    ):
+        code = frame.f_code
+        if "position_ids" in (*code.co_varnames, *code.co_cellvars):  # a function, no module
+            names = frame.f_locals
+            positions, mask = names.get("position_ids"), names.get("attention_mask")
+            of_model = isinstance(names.get("self"), PreTrainedModel)
+            if isinstance(names, dict):  # up to Python 3.12 a copy, which would keep all tensors
+                names.clear()
+            if isinstance(positions, Tensor) and (of_model or not outermost):
+                found = positions, mask
+                if not outermost:
+                    break
+        frame = frame.f_back
+    return found
 
 
 def check_positions(
@@ -151,7 +191,8 @@ def check_positions(
             where="argument position_ids of the model",
             numbers=f"{int(begins.sum(-1).max()) + 1} sequences in {rows} rows: {_PACK}",
             way_out="cu_seq_lens_q and cu_seq_lens_k of DataCollatorWithFlattening for one row; or "
-            "use_cache=False and no attention_mask, where the model's mask reads position_ids",
+            "use_cache=False and no attention_mask, where the model's mask reads position_ids; or "
+            "each sample in a row of its own",
         )
 
 
