@@ -18,6 +18,11 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 FLOAT32_LEAST = 2.0**-126  # of full precision; smaller numbers are subnormal
 
+HEAD_DIM_STEP = 8
+"""A head dim is a multiple of this number, so that every row consists of 16-byte vectors."""
+
+HEAD_DIM_MAX = 576
+
 SCALE_LIMIT = 2.0**127
 """The factor on q.k is below it, so that its product with log2(e) is finite."""
 
@@ -186,18 +191,31 @@ def is_bool(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
+def real_number(value: object) -> float | None:
+    """A number of any kind as a float; None for a bool, an array, NumPy's complex numbers and
+    texts, which `float` would take in part, and what no float holds."""
+    of_numpy = getattr(getattr(value, "dtype", None), "kind", "f")
+    if is_bool(value) or of_numpy in "cSU" or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def _to_int32(value: object) -> int | None:
     if is_bool(value) or not hasattr(value, "__index__"):
         return None
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except TypeError:  # an array
+        return None
     return number if abs(number) <= SCALAR_LIMIT else None
 
 
 def _to_float32(value: object) -> float | None:
-    if is_bool(value) or not hasattr(value, "__float__"):
-        return None
-    number = float(value)
-    return number if abs(number) <= FLOAT32_MAX else None
+    number = real_number(value)
+    return None if number is None or not abs(number) <= FLOAT32_MAX else number
 
 
 def _parsed(text: str, kind: Callable[[str], Number]) -> Number | None:

@@ -159,6 +159,16 @@ def test_heads_that_do_not_fit(enable_gqa: bool) -> None:
     assert str(ours.value).startswith(str(torchs.value))
 
 
+def test_keys_have_heads_where_queries_have_some() -> None:
+    q, k, v = operands(1, 6, 8, 8, heads_kv=2)
+    for enable_gqa in (False, True):
+        with pytest.raises(ValueError, match="key and value have no heads") as error:
+            fg.flex_attention(q, k[:, :0], v[:, :0], enable_gqa=enable_gqa)
+        assert "key and value with 6 heads" in error.value.way_out
+    out = fg.flex_attention(q[:, :0], k[:, :0], v[:, :0])
+    assert out.shape == (1, 0, 8, q.shape[3])
+
+
 def test_lse_and_auxiliary_outputs() -> None:
     q, k, v = operands(2, 3, 20, 30)
     wanted, wanted_lse = torch_answer(q, k, v, causal_mask, softcap)

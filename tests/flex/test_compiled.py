@@ -7,6 +7,7 @@ the way of a user's code otherwise; those of fg.flex_attention replace nothing.
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
 from typing import Any
@@ -359,6 +360,13 @@ def test_checkpoints_compute_a_call_again(registered):
     assert_same([function(q, k, v)], expected(q, k, v, score)[:1], [q, k, v, bias])
 
 
+def saved_and_loaded(program):
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_an_exported_program_contains_the_operator(registered):
     class Layer(torch.nn.Module):
@@ -570,10 +578,27 @@ def test_flashgens_own_function_is_exported_with_blocks_and_learned_tensors(stri
     twice = [x.repeat(2, 1, 1, 1) for x in (q, k, v)]
     shapes = {name: {0: batch} for name in "qkv"}
     program = torch.export.export(layer, tuple(twice), strict=strict, dynamic_shapes=shapes)
-    names = [str(node.target) for node in program.run_decompositions().graph.nodes]
-    assert sum(name.startswith("flashgen.") for name in names) == 1
     more = [x.repeat(3, 1, 1, 1) for x in (q, k, v)]
-    torch.testing.assert_close(program.module()(*more), layer(*more))
+    loaded = saved_and_loaded(program)
+    names = [str(node.target) for node in loaded.graph.nodes]
+    assert sum(name.startswith("flashgen.") for name in names) == 1
+    torch.testing.assert_close(loaded.module()(*more), layer(*more))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+def test_a_strict_export_holds_the_operator_in_the_dtype_of_autocast_and_can_be_saved():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return fg.flex_attention(q, k, v, lambda s, b, h, q, k: s * 2)
+
+    torch._dynamo.reset()
+    layer, tensors = Layer(), tuple(operands(learn=False))
+    loaded = saved_and_loaded(torch.export.export(layer, tensors, strict=True))
+    assert "flex_attention" not in str(loaded.graph_module.code).replace("flashgen.flex", "")
+    found = loaded.module()(*tensors)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, layer(*tensors), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")

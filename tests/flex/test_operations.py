@@ -210,6 +210,14 @@ SCORES: dict[str, Callable] = {
     "dropout outside of training": lambda s, b, h, q, k: (
         F.dropout(s, 0.5, training=False) + F.dropout1d(square[None], 0.1, False)[0, q, k]
     ),
+    "digamma": lambda s, b, h, q, k: (
+        torch.digamma(s * 4 + 0.05)
+        + torch.digamma(q * 50.0 + 1) / 5
+        + torch.nan_to_num(torch.digamma(odd[k] - 2), 3.0, 4.0, -4.0)
+    ),
+    "an empty list in an index": lambda s, b, h, q, k: (
+        s + square[q, []].sum() + square[[[]], k].sum() + table[[]].sum()
+    ),
     "no elements": lambda s, b, h, q, k: (
         s * torch.stack([s, s])[:0].prod() + table[:0].sum() + torch.stack([q > k])[:0].all()
     ),
@@ -445,7 +453,12 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "value of an earlier call",
     ),
     "a function as an operand": (lambda s, b, h, q, k: s * table.apply_(abs)[q], "be recorded"),
-    "digamma": (lambda s, b, h, q, k: torch.digamma(s), "torch.digamma cannot be expressed"),
+    "polygamma": (lambda s, b, h, q, k: torch.polygamma(1, s), "torch.polygamma cannot be expr"),
+    "convolution": (
+        lambda s, b, h, q, k: F.conv1d(torch.stack([s, s])[None], square[None, :1, :1])[0, 0],
+        "torch.convolution cannot be expressed",
+    ),
+    "divmod": (lambda s, b, h, q, k: s + divmod(q, 3)[1], "raised TypeError"),
     "a list of tensors": (
         lambda s, b, h, q, k: s + square[[q, 1], k].sum(),
         "indexed by a list that contains tensors",

@@ -112,7 +112,7 @@ def test_values_that_are_columns_of_the_keys_have_their_codes(backend: str) -> N
     cache, scale = Caches("int8", (32, 16)).k, torch.full(SHAPE, 7.0)
     columns = rows.k, rows.k[..., :16], cache, cache[..., :16]
     given = {**rows.by_slots, "k_scale": scale, "write_scales": True, "backend": backend}
-    with pytest.raises(fg.InputError, match="would replace what is written of the keys") as error:
+    with pytest.raises(fg.InputError, match="would replace what is written to v_cache") as error:
         fg.append_kv(*columns, **given, v_scale=scale.clone())
     assert "and v_scale=k_scale, for values" in error.value.way_out
     fg.append_kv(*columns, **given, v_scale=scale)

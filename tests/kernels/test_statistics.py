@@ -637,6 +637,7 @@ def test_functions_that_are_no_numbers_are_refused() -> None:
         ("rows", {"return_aux": fg.AuxRequest(block_mass=True)}, "block_mass by the keys"),
         ("rows", {"return_aux": fg.AuxRequest(block_mass=0)}, "block_mass by the keys"),
         ("rows", {"return_aux": fg.AuxRequest(lse=3)}, "names results by True"),
+        ("rows", {"return_aux": fg.AuxRequest(block_mass=10**400)}, "names results by True"),
         ("rows", {"return_aux": fg.AuxRequest(lse=torch.ones(2))}, "names results by True"),
         ("rows", {"return_aux": ALL, "return_lse": True}, "cannot be given together"),
         ("shares", {"return_aux": ALL}, "no log-sum-exp and no entropy"),

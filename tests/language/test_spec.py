@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from flashgen.shared.errors import SpecError
 from flashgen.spec.language.float_operations import FloatQuotient
 from flashgen.spec.language.spec_file import load
 from flashgen.spec.language.symbols import SCORE, K, Q
+from flashgen.spec.language.user_source import parsed
 from tests.support.examples import SPECS
 from tests.support.paths import ROOT, from_root
 from tests.support.processes import run_python
@@ -305,7 +308,9 @@ def test_a_loose_file_is_shown_by_its_bare_name(
 
 PRINT_ALL = """
 import sys
+import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from flashgen.spec.analysis import analyse
 from flashgen.kernels.codegen.expressions import CPrinter
@@ -347,3 +352,17 @@ def test_a_score_whose_choices_share_their_parts_is_traced_in_proportion_to_its_
         started = time.process_time()
         fg.AttentionSpec(None, score_mod)
         assert time.process_time() - started < 10
+
+
+def test_threads_read_the_sources_of_specs_at_once() -> None:
+    text = (ROOT / "flashgen/spec/language/spec.py").read_text("utf-8")
+    # Other threads run while garbage is collected, which is in the midst of a parse too.
+    gc.callbacks.append(let_others_run := lambda *_: time.sleep(1e-5))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(tree.body for tree in pool.map(parsed, [text] * 8))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(let_others_run)

@@ -334,6 +334,37 @@ def test_scales_that_a_call_cannot_write_are_named(
     assert error.value.way_out
 
 
+def test_nothing_that_a_call_writes_replaces_another_argument() -> None:
+    where = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+    count = math.prod(SHAPE[:3])
+    memory = torch.zeros(2, math.prod(SHAPE) + 4 * count, dtype=torch.int8)
+    codes = [part[: math.prod(SHAPE)].view(SHAPE) for part in memory]
+
+    def scale(part: torch.Tensor, start: int) -> torch.Tensor:
+        return part[start : start + 4 * count].view(torch.float32).view(SHAPE[:3])
+
+    apart = [scale(part, math.prod(SHAPE)) for part in memory]
+    given = {"k": CODED["k"], "v": CODED["k"], "k_cache": codes[0], "v_cache": codes[1]}
+    fg.append_kv(**given, k_scale=apart[0], v_scale=apart[1], **where, write_scales=True)
+    before = memory.clone()
+    rows = memory[0].view(CODED["k"].dtype)[: CODED["k"].numel()].view(CODED["k"].shape)
+    for changes, written, replaced in (
+        ({"k_scale": scale(memory[0], 0)}, "k_cache", "k_scale"),
+        ({"v_scale": scale(memory[0], 8)}, "k_cache", "v_scale"),
+        ({"k_scale": scale(memory[1], math.prod(SHAPE) - 4)}, "v_cache", "k_scale"),
+        ({"v_scale": apart[0]}, "k_scale", "v_scale"),
+        ({"v_scale": scale(memory[0], 0), "write_scales": False}, "k_cache", "v_scale"),
+        ({"v": rows}, "k_cache", "v"),
+        ({"cache_seqlens": memory[1].view(torch.int32)[:2]}, "v_cache", "cache_seqlens"),
+    ):
+        scales = {"k_scale": apart[0], "v_scale": apart[1], "write_scales": True}
+        with pytest.raises(fg.InputError, match=f"written to {written} would replace") as error:
+            fg.append_kv(**given | where | scales | changes)
+        assert f"argument {replaced} of" in error.value.where
+        assert error.value.way_out.startswith(f"{replaced}=")
+    assert torch.equal(memory, before)
+
+
 def test_scales_of_caches_of_16_bits_are_not_written() -> None:
     caches = [torch.zeros(SHAPE).half() for _ in "kv"]
     where = {"page_table": TABLE, "cache_seqlens": LENGTHS}

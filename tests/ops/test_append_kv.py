@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -219,10 +220,13 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"k": one_row(1, 1, 8, 2).transpose(2, 3)}, "not contiguous", "k"),
     ({"v_cache": one_row(3, 1, 8, 4).transpose(2, 3)}, "not contiguous", "v_cache"),
     ({"k_cache": one_row(3, 1, 1, 8).expand(3, 1, 4, 8)}, "is expanded", "k_cache"),
+    ({"k_cache": torch.zeros(96).as_strided((3, 1, 4, 8), (28, 0, 8, 1))}, "in common", "k_cache"),
+    ({"v_cache": torch.zeros(96).as_strided((3, 1, 4, 8), (24, 0, 7, 1))}, "in common", "v_cache"),
     ({"k": one_row(1, 1, 2, 8).to_sparse()}, "not an ordinary dense tensor", "k"),
     ({"k": one_row(1, 1, 2, 8).to("meta")}, "on one CUDA GPU or all on the CPU", "v"),
     ({"backend": "cuda"}, "there is no such backend", "backend"),
     ({"backend": "gpu"}, "takes cuda tensors", "backend"),
+    ({"write_scales": np.ones(3)}, "neither True nor False", "write_scales"),
     ({"arch": 80}, "not the name of an architecture", "arch"),
 ]
 
@@ -233,14 +237,12 @@ def test_values_do_not_replace_keys_unless_they_are_columns_of_them() -> None:
     slots = torch.tensor([5, 9, 30])
     fg.append_kv(k, v, cache, cache.clone(), slot_mapping=slots)
     for same in (cache, cache[:]):  # after a call that differs in this alone
-        with pytest.raises(
-            fg.InputError, match="would replace what is written of the keys"
-        ) as error:
+        with pytest.raises(fg.InputError, match="would replace what is written to v_c") as error:
             fg.append_kv(k, v, cache, same, slot_mapping=slots)
         assert error.value.way_out.startswith("v_cache=torch.zeros_like(v_cache)")
     fg.append_kv(v, v[..., :8], cache, cache[..., :8], slot_mapping=slots)
     assert torch.equal(cache[1, :, 1], v[0, :, 1])
-    with pytest.raises(fg.InputError, match="would replace what is written of the keys") as error:
+    with pytest.raises(fg.InputError, match="would replace what is written to v_cache") as error:
         fg.append_kv(v, k[..., :8], cache, cache[..., :8], slot_mapping=slots)
     assert "; or v=k[..., :8], v_cache=k_cache[..., :8], for" in error.value.way_out
     fg.append_kv(v[:, :, :0], k[:, :, :0], cache, cache, slot_mapping=slots[:0])  # no rows

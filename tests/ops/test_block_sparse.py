@@ -261,6 +261,7 @@ def test_a_layout_reaches_the_last_global_position() -> None:
         (lambda: fg.BlockSparse(lambda i: True), "takes 2 or 4 arguments"),
         (lambda: fg.BlockSparse(3), "is a function of block coordinates"),
         (lambda: fg.BlockSparse(block_q=0), "block_q 0; from 1"),
+        (lambda: fg.BlockSparse(heads=np.ones(2)), "heads array"),
         (lambda: fg.BlockSparse(block_k=64.0), "block_k 64.0; from 1"),
         (
             lambda: fg.AttentionSpec(block_sparse=diagonals),

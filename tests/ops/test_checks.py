@@ -160,8 +160,24 @@ def test_operands_that_do_not_fit_each_other_are_refused(name, sizes, what, way_
     assert way_out in error.way_out
 
 
+@pytest.mark.parametrize(
+    ("dim", "way_out"),
+    [
+        (24, "spec.replace(head_dim=24)"),
+        (13, "torch.nn.functional.pad(q, (0, 3)), and spec.replace(head_dim=16, scale=13**-0.5)"),
+        (0, "q with 16 columns; head dims are from 8 to 576"),
+        (584, "q with 16 columns; head dims are from 8 to 576"),
+    ],
+)
+def test_the_way_out_of_a_head_dim_is_one_that_a_spec_takes(dim, way_out):
+    tensors = replaced("q", lambda _: torch.zeros(2, 4, 5, dim).half())
+    assert refusal(tensors=tensors).way_out.startswith(way_out)
+
+
 def test_key_heads_of_zero_are_refused_unless_there_are_no_query_heads():
-    assert "0 in k and v" in refusal(tensors=operands(heads_kv=0)).numbers
+    error = refusal(tensors=operands(heads_kv=0))
+    assert error.what == "k and v have no heads, and q has some"
+    assert "k and v with 4 heads" in error.way_out
     assert checked(tensors=operands(heads_q=0, heads_kv=0)).is_empty
 
 

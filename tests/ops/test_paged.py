@@ -114,6 +114,9 @@ def test_calls_without_keys_or_queries_have_empty_rows() -> None:
     assert not OP(q, k[:0], v[:0], **{**none, "page_table": TABLE[:, :0]}).any()
     assert OP(q[:, :, :0], k, v, **tables()).shape == (2, 4, 0, 32)
     assert OP(q[:0], k, v, page_table=TABLE[:0], cache_seqlens=LENGTHS_OF[:0]).shape[0] == 0
+    for backend in ("tiled", "emulator"):
+        with pytest.raises(fg.InputError, match="longer than its row of the page table"):
+            OP(q, k, v, **tables(page_table=TABLE[:, :0]), backend=backend)
 
 
 def test_a_table_without_pages_takes_captured_tensors_without_elements() -> None:

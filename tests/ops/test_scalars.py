@@ -50,6 +50,12 @@ def test_a_superfluous_scalar_is_named():
         ("slope", 1e39),
         ("slope", "0.5"),
         ("slope", True),
+        ("slope", 10**400),
+        ("slope", np.complex64(2 + 1j)),
+        ("slope", np.str_("2")),
+        ("slope", np.ones(2)),
+        ("window", np.array(1.5)),
+        ("window", np.array([3, 4])),
         ("on", 1),
         ("on", "true"),
     ],
@@ -57,7 +63,7 @@ def test_a_superfluous_scalar_is_named():
 def test_scalars_have_the_type_and_range_of_their_dtype(name, value):
     error = refusal(spec=SCALARS, scalars={**GOOD, name: value})
     assert error.what == f"the scalar {name!r} cannot take this value"
-    assert repr(value) in error.numbers
+    assert repr(value)[:100] in error.numbers
     assert error.where == f"argument {name}"
 
 

@@ -6,6 +6,7 @@ A new release of torch fails here first. The sentence says what a name is for.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,6 +113,14 @@ def squeezed(context: Any) -> bool:
     with context():
         wrapper.squeeze_()
     return wrapper.shape == (3,)
+
+
+def calls_forward(code: Any) -> bool:
+    class Asked(torch.nn.Module):
+        def forward(self) -> Any:
+            return sys._getframe(1).f_code
+
+    return Asked()() is code
 
 
 def counted_modes(modes: Any) -> bool:
@@ -254,6 +263,10 @@ USES = {
     "torch.compiler._is_compiling_flag": Use(
         "reads graphs outside of the trace that asks", lambda flag: flag is False
     ),
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": Use(
+        "replaces the rule of flex_attention in traces",
+        lambda mode: mode in torch.ops.higher_order.flex_attention.python_key_table,
+    ),
     "torch.fx.experimental.proxy_tensor.get_proxy_mode": Use(
         PROXIES, lambda get: get() is None and traced(get).tracer is not None
     ),
@@ -268,6 +281,9 @@ USES = {
     "torch.fx.experimental.symbolic_shapes.guard_scalar": Use(SYMBOLS, lambda ask: ask(3) == 3),
     "torch.fx.experimental.symbolic_shapes.optimization_hint": Use(
         SYMBOLS, lambda ask: ask(3) == 3
+    ),
+    "torch.nn.Module._call_impl.__code__": Use(
+        "finds where the forward of a transformers model begins", calls_forward
     ),
     "torch.nn.attention.flex_attention._create_empty_block_mask": Use(
         FLEX, lambda make: make(*[torch.ones(1, 1, 2, 8)] * 2).as_tuple()[-2] == 2**30

@@ -55,8 +55,8 @@ def append_kv(
 
     On the CPU, tables, lengths and slots are checked before anything is written. On a GPU, a token
     whose place is impossible is skipped: no call writes outside the caches. Where several tokens
-    have the same place, it is undefined which of them stays there. The caches do not overlap k
-    and v.
+    have the same place, it is undefined which of them stays there. What is written has no element
+    in common with another argument.
 
     Args:
         k: [batch, heads_kv, rows, d], the new keys; or [1, heads_kv, total rows, d] with

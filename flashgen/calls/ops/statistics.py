@@ -29,6 +29,7 @@ from flashgen.calls.runtime.arguments.refusals import (
 from flashgen.calls.sinks import rows_of_call, weights_of
 from flashgen.shared.aux_results import AuxOutput, AuxRequest
 from flashgen.shared.call import INVARIANT, CallOptions, Operands
+from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.signature import (
     BOUNDARIES,
     FIRST_ROW,
@@ -121,14 +122,15 @@ def _checked(op: Attention, request: Any) -> AuxRequest:
             "return_aux=fg.AuxRequest(lse=True)",
         )
     values = {x: getattr(request, x, None) for x in AuxRequest._fields}
-    block = whole_number(values["block_mass"]) if values["block_mass"] is not None else None
-    if (values["block_mass"] is not None and (block is None or block < 1)) or any(
+    asks = values["block_mass"] is not None
+    block = whole_number(values["block_mass"]) if asks else None
+    if (asks and (block is None or not 1 <= block <= POSITION_LIMIT)) or any(
         not isinstance(value, bool | None) for name, value in values.items() if name != "block_mass"
     ):
         refuse(
             "a request names results by True, and block_mass by the keys of a block",
             "argument return_aux",
-            f"given {request!r:.200}",
+            f"given {request!r:.200}; a block has from 1 to {POSITION_LIMIT:,} keys",
             "return_aux=fg.AuxRequest(entropy=True, block_mass=64)",
         )
     truths = {name: bool(value) for name, value in values.items() if name != "block_mass"}

@@ -12,12 +12,9 @@ from typing import Any
 import torch
 
 from flashgen.calls.runtime.arguments.new_rows import (
-    COLUMNS,
-    DIM_STEP,
     AppendOperands,
     check_append,
     check_limits,
-    distance,
     slots_of,
 )
 from flashgen.calls.runtime.backends import Target, target_of
@@ -26,7 +23,7 @@ from flashgen.calls.runtime.kernel_arguments import KernelArguments
 from flashgen.kernels.compile import override
 from flashgen.shared import config
 from flashgen.shared.call import DEFAULT_LAUNCH, LaunchOptions
-from flashgen.shared.dtypes import CACHE_DTYPES, dtype_name
+from flashgen.shared.dtypes import CACHE_DTYPES, HEAD_DIM_STEP, dtype_name
 from flashgen.shared.paged import expanded_scale
 from flashgen.shared.signature import SCALE_NAMES
 
@@ -149,7 +146,9 @@ def _common_divisor(tensors: Sequence[Tensor], bits: int) -> int:
 
 
 def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any:
-    """The values on which checks and choices depend; None for tensors without strides."""
+    """The values on which checks and choices depend; None for others than they take."""
+    if type(operands.write_scales) is not bool:
+        return None
     try:
         rows, caches = (
             functools.reduce(operator.or_, (tensor.data_ptr() for tensor in pair)) & 15
@@ -163,7 +162,7 @@ def _key(operands: AppendOperands, backend: str | None, arch: str | None) -> Any
                 ]
             ),
             operands.write_scales,
-            *(distance(*pair) for pair in (operands[:2], operands[2:4], operands[8:10])),
+            operands.distances,
             rows,
             caches,
             backend,
@@ -183,11 +182,11 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
     k, v, k_cache, v_cache, table = operands[:5]
     strided = operands.tensors
     lines = operands.tokens * k_cache.shape[1]  # which lanes share
-    columns_v = 0 if operands.sharing == COLUMNS else v.shape[3]  # that keys do not have
+    columns_v = 0 if operands.writes_columns else v.shape[3]  # that keys do not have
     if operands.quantises:
         names = dtype_name(k.dtype), dtype_name(k_cache.dtype)
         build = build_append_codes(*names, operands.write_scales, is_aligned(operands), arch)
-        unit, of_vector, lines = 1, DIM_STEP, 2 * lines
+        unit, of_vector, lines = 1, HEAD_DIM_STEP, 2 * lines
         for name, cache in zip(SCALE_NAMES, (k_cache, v_cache), strict=True):
             scale = strided[name]
             assert scale is not None, "rows that become codes have scales"
@@ -235,7 +234,7 @@ def _on_cpu(operands: AppendOperands, slots: Tensor) -> None:
     place = slots // page, slice(None), slots % page
     of_keys = operands.k, operands.k_cache, operands.k_scale
     of_values = operands.v, operands.v_cache, operands.v_scale
-    for new, cache, scale in (of_keys, of_values)[: 1 if operands.sharing == COLUMNS else 2]:
+    for new, cache, scale in (of_keys, of_values)[: 1 if operands.writes_columns else 2]:
         rows = new.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head dim]
         rows = rows[written]
         if scale is not None:

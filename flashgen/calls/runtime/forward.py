@@ -138,9 +138,9 @@ class PreparedForward(PreparedCall):
         Args:
             out: where kernels write the output; a new tensor where None.
         """
+        read, by_name = self._read(operands)
         if self._is_empty:
             return self._without_scores(operands.q, operands.captured)
-        read, by_name = self._read(operands)
         q, k, v, _, rng = read
         if operands.captured and not self._reads_inside:
             self._check_reads(q, k, v, by_name)

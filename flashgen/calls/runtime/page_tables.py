@@ -12,6 +12,7 @@ from flashgen.calls.runtime.arguments.refusals import (
     known,
     refuse,
 )
+from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.errors import called_by_users
 
 Tensor = torch.Tensor
@@ -105,11 +106,11 @@ def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pa
     for name, number, least in (("page_size", page_size, 1), ("max_pages", max_pages, 0)):
         none = name == "max_pages" and number is None
         whole = isinstance(number, int | torch.SymInt) and not isinstance(number, bool)
-        if not none and (not whole or known(number < least)):
+        if not none and (not whole or known(number < least) or known(number > POSITION_LIMIT)):
             refuse(
-                f"{name} is not a whole number from {least} on",
+                f"{name} is not a whole number from {least} to {POSITION_LIMIT:,}",
                 _WHERE.format(name),
-                f"given {number!r}",
+                f"given {number!r:.200}",
                 f"{name}=16" if name == "page_size" else "max_pages=None for the longest list",
             )
 
@@ -127,6 +128,14 @@ def _check_contents(
                 f"argument last_page_len of page_table, sequence {b}",
                 f"last_page_len[{b}] is {length:,}; {count:,} pages of {page_size:,}",
                 f"from {least:,} to {most:,}",
+            )
+        keys = (count - 1) * page_size + length
+        if keys > POSITION_LIMIT:
+            refuse(
+                "a sequence has more keys than kernels support",
+                f"argument page_size of page_table, sequence {b}",
+                f"{count:,} pages of {page_size:,} keys; at most {POSITION_LIMIT:,} keys",
+                "smaller pages",
             )
     used = indices[: ends[-1]]
     if used.numel() and int(used.min()) < 0:

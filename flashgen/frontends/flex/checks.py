@@ -181,10 +181,20 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
 
 def _check_heads(query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
     heads, heads_kv = query.shape[1], key.shape[1]
-    if heads_kv != 0 and heads % heads_kv == 0 and (enable_gqa or heads == heads_kv):
+    divided = heads % heads_kv == 0 if heads_kv != 0 else heads == 0
+    if divided and (enable_gqa or heads == heads_kv):
         return
     # Only here: a shape in numbers would bind a graph of symbols to the lengths of one call.
     numbers = f"query {shape_of(query)}, key {shape_of(key)}, enable_gqa {enable_gqa}"
+    if heads_kv == 0:
+        _refuse(
+            FlexValueError,
+            "key and value have no heads, and query has some",
+            where="argument key",
+            numbers=numbers,
+            way_out=f"key and value with {heads} heads, as query; with enable_gqa=True also with "
+            "a number that divides it",
+        )
     if not enable_gqa and heads != heads_kv:
         _refuse(
             FlexValueError,

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from flashgen.calls.runtime.arguments.call import cast_by_autocast
 from flashgen.calls.runtime.arguments.refusals import runs_while_traced, untraced
 from flashgen.frontends.flash_operators import Told
 from flashgen.frontends.flex import torch_hop
@@ -33,9 +34,9 @@ from flashgen.frontends.flex.recorder import OpenFloat, OpenInt
 from flashgen.frontends.flex.traced_mods import CallSizes, TracedMods
 from flashgen.kernels.planner import columns_of_launch, plan, plan_backward
 from flashgen.shared.arch import paths_of, portable
+from flashgen.shared.dtypes import HEAD_DIM_STEP
 from flashgen.shared.errors import FlashgenError, PlanError, SpecError, called_by_users
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.spec_options import HEAD_DIM_STEP
 from flashgen.spec.language.user_source import SourceLines, shown_path
 
 Tensor = torch.Tensor
@@ -92,7 +93,7 @@ def unregister_flex() -> None:
 def _install() -> None:
     torch_hop.check()
     if not torch_hop.is_replaced():
-        torch_hop.replace(_kernel)
+        torch_hop.replace(_kernel, lambda options: _MARK in options)
 
 
 @runs_while_traced
@@ -121,7 +122,7 @@ def as_node(
     The arguments have been checked.
     """
     _serve_marked()
-    query, key, value = tensors
+    query, key, value = cast_by_autocast(tensors)  # the rule of torch.export does not
     if block_mask is None:
         block_mask = torch_hop.empty_block_mask(query, key)
     if scale is None:

@@ -153,6 +153,21 @@ def _log_gamma(x: Tensor) -> Tensor:
     return torch.where(reflected, torch.where(x == -math.inf, math.inf, other), found)
 
 
+def _digamma(x: Tensor) -> Tensor:
+    """The asymptotic series of a large number, to which a sum of the steps up to it leads."""
+    reflected = x < 0.5
+    y = torch.where(reflected, 1 - x, x)
+    small = y < 8
+    steps = sum((1 / (y + step) for step in range(1, 7)), start=1 / y)
+    z = torch.where(small, y + 7, y)
+    square = 1 / (z * z)
+    series = torch.log(z) - 0.5 / z - square * (1 / 12 - square * (1 / 120 - square / 252))
+    found = series - torch.where(small, steps, 0.0)
+    distance = x - torch.round(x)  # tan(pi x) of a large x would lose its digits
+    angle = math.pi * torch.where((distance == 0) & (x < 0), math.nan, distance)
+    return torch.where(reflected, found - math.pi * torch.cos(angle) / torch.sin(angle), found)
+
+
 def _inverse_error(x: Tensor) -> Tensor:
     """M. Giles, "Approximating the erfinv function", GPU Computing Gems, 2011: single precision."""
     w = -torch.log((1 - x) * (1 + x))
@@ -195,6 +210,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "aten::cummin": _running("amin"),
     "aten::logcumsumexp": _running_log_sum,
     "aten::lgamma": _log_gamma,
+    "aten::digamma": _digamma,
     "aten::erfinv": _inverse_error,
     "prims::erf_inv": _inverse_error,
     "prims::var": _variance,

@@ -314,7 +314,8 @@ def _listed(item: Any) -> Any:
             numbers=f"a list of {len(item)}",
             way_out="torch.stack(list)",
         )
-    return torch.tensor(item)
+    made = torch.tensor(item)
+    return made if made.numel() else made.long()  # no elements have no dtype of their own
 
 
 def name_of(func: Any) -> str:

@@ -122,6 +122,9 @@ class StandIn(Tensor):
         )
 
 
+StandIn.__name__ = "Tensor"  # in errors of Python about operands
+
+
 def _is_torchs_or_none(grad_fn: Any) -> bool:
     """Whether the derivative of a result is that of the operations by which it was made.
 

@@ -3,7 +3,8 @@
 torch.compile makes each call of torch's flex_attention one node, a call of a higher-order operator.
 Its kernels are functions in a table. Those of two dispatch keys are replaced: Autograd, which
 handles all calls but those on inference tensors outside of a compiled graph, and
-CompositeExplicitAutograd, which handles these.
+CompositeExplicitAutograd, which handles these. torch.export traces above all keys: its rule for
+the operator is replaced too, since torch.export.save takes no program with the operator's node.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _NAMES = (
     "torch.ops.higher_order.flex_attention.py_kernels",
     "torch.ops.higher_order.flex_attention._dispatch_cache",
     "torch.ops.higher_order.flex_attention._cacheable",
+    "torch.ops.higher_order.flex_attention.python_key_table",
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode",
     "torch._C.DispatchKey.Autograd",
     "torch._C.DispatchKey.CompositeExplicitAutograd",
     "torch.nn.attention.flex_attention._create_empty_block_mask",
@@ -33,8 +36,14 @@ _NAMES = (
     "torch.fx.experimental.symbolic_shapes.optimization_hint",
 )
 
+_OPTIONS = 6
+"""The place of the kernel options among the operator's arguments."""
+
 _former: dict[Any, Kernel] = {}
 """torch's own kernels by their keys, while they are replaced."""
+
+_former_rule: list[Callable[..., Any]] = []
+"""torch's own rule for the traces of torch.export, while it is replaced."""
 
 _was_cacheable = True
 
@@ -64,8 +73,11 @@ def is_replaced() -> bool:
     return bool(_former)
 
 
-def replace(made: Callable[[Kernel], Kernel]) -> None:
+def replace(made: Callable[[Kernel], Kernel], exports: Callable[[dict[str, Any]], bool]) -> None:
     """Replaces torch's kernels by those that ``made`` returns for each of them.
+
+    A trace of torch.export calls the kernel where ``exports`` is true of the kernel options. It
+    does not tell which dtype torch.autocast will cast operands to.
 
     Compiled programs that torch keeps on disk do not tell which kernel a node became, so that none
     with such a node is read or kept meanwhile.
@@ -77,14 +89,39 @@ def replace(made: Callable[[Kernel], Kernel]) -> None:
         key = _key(name)
         _former[key] = torch.ops.higher_order.flex_attention.py_kernels[key]
         torch.ops.higher_order.flex_attention.py_kernels[key] = made(_former[key])
+    rules = torch.ops.higher_order.flex_attention.python_key_table
+    _former_rule[:] = [rules[_proxy_mode()]]
+    kernel = torch.ops.higher_order.flex_attention.py_kernels[_key(_KEYS[0])]
+    rules[_proxy_mode()] = _rule(kernel, exports, _former_rule[0])
     torch.ops.higher_order.flex_attention._dispatch_cache.clear()
 
 
 def restore() -> None:
     torch.ops.higher_order.flex_attention.py_kernels.update(_former)
+    torch.ops.higher_order.flex_attention.python_key_table[_proxy_mode()] = _former_rule.pop()
     torch.ops.higher_order.flex_attention._dispatch_cache.clear()
     torch.ops.higher_order.flex_attention._cacheable = _was_cacheable
     _former.clear()
+
+
+def _proxy_mode() -> Any:
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    return ProxyTorchDispatchMode
+
+
+def _rule(
+    kernel: Kernel, serves: Callable[[dict[str, Any]], bool], former: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The rule of a trace, whose mode torch has left; that of torch.export may call the kernel."""
+
+    def rule(mode: Any, *arguments: Any) -> Any:
+        if not (mode.pre_dispatch and serves(arguments[_OPTIONS])):
+            return former(mode, *arguments)
+        with mode:
+            return kernel(*arguments)
+
+    return rule
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from flashgen.frontends.flex.replay import replay
 from flashgen.frontends.flex.traced_array import TracedArray, condition, number
 from flashgen.frontends.flex.tracer import DTYPES, CapturedTensor, Tracer
 from flashgen.shared.aux_results import AuxRequest
-from flashgen.shared.dtypes import POSITION_LIMIT
+from flashgen.shared.dtypes import HEAD_DIM_STEP, POSITION_LIMIT
 from flashgen.spec.language.block_layout import BlockSparse
 from flashgen.spec.language.capture_names import BUILT_IN_NAMES
 from flashgen.spec.language.integer_limits import Limits, limits
@@ -26,7 +26,7 @@ from flashgen.spec.language.mod_functions import where
 from flashgen.spec.language.operators import as_condition
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.spec import AttentionSpec
-from flashgen.spec.language.spec_options import GENERIC_NAMES, HEAD_DIM_STEP, as_name
+from flashgen.spec.language.spec_options import GENERIC_NAMES, as_name
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
 from flashgen.spec.language.traced import Capture, Traced
 from flashgen.spec.language.tracing import PickledMod, TracedMod

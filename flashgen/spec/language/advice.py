@@ -8,7 +8,7 @@ from functools import reduce
 from types import FrameType
 
 from flashgen.spec.language import float_functions
-from flashgen.spec.language.user_source import user_frame
+from flashgen.spec.language.user_source import parsed, user_frame
 
 FUNCTIONS = (
     *("where", "minimum", "maximum", "abs", "sqrt", "rsqrt", "exp2", *float_functions.FUNCTIONS),
@@ -145,13 +145,9 @@ def _here() -> tuple[str, int]:
 
 def _nodes_of_line(file: str, line: int) -> list[ast.AST]:
     """The syntax nodes that include this line, the shortest first."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
     here = [
         node
-        for node in ast.walk(tree)
+        for node in ast.walk(parsed("".join(linecache.getlines(file))))
         if isinstance(node, ast.expr | ast.If | ast.While | ast.Assert)
         and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]

@@ -109,7 +109,11 @@ class BlockSparse:
                     way_out=f"{option}=64",
                 )
             object.__setattr__(self, option, int(size))
-        if self.heads not in HEADS or (self.chooses and self.layout is not None):
+        if (
+            not isinstance(self.heads, str)
+            or self.heads not in HEADS
+            or (self.chooses and self.layout is not None)
+        ):
             raise SpecError(
                 'heads of a layout is "q", or "kv" where each call lists the blocks of its queries',
                 where=user_location(),

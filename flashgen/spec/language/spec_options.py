@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from flashgen.shared.dtypes import (
     CACHE_DTYPES,
+    HEAD_DIM_MAX,
+    HEAD_DIM_STEP,
     OPERAND_DTYPES,
     OPERANDS,
     SCALE_LIMIT,
@@ -22,9 +24,6 @@ from flashgen.spec.language.capture_names import MOST_LETTERS, is_part_of_names
 
 if TYPE_CHECKING:
     from flashgen.spec.language.spec import AttentionSpec
-
-HEAD_DIM_STEP = 8
-HEAD_DIM_MAX = 576
 
 GENERIC_NAMES = (
     *("mask_mod", "score_mod", "weight_mod", "<lambda>", "mask", "score", "weight", "mod"),

@@ -9,6 +9,7 @@ import linecache
 import os
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _PACKAGE = __name__.partition(".")[0]
 LIBRARIES = ("sympy", "mpmath", "numpy", "torch")
 """Packages beside flashgen in whose code the user cannot correct an error."""
 _ROOT_MARKS = ("pyproject.toml", ".git")
+_parser = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -157,15 +159,24 @@ def _function_text(source: str, code: CodeType) -> str | None:
     return textwrap.dedent("\n".join(lines))
 
 
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a text; an empty one where it is not Python.
+
+    Threads take turns: of several that parse at once, Python 3.11 fails in one with a SystemError
+    where another runs in the midst of its work.
+    """
+    with _parser:
+        try:
+            return ast.parse(source)
+        except SyntaxError:
+            return ast.Module([], [])
+
+
 @functools.lru_cache(maxsize=16)
 def _functions_of(source: str) -> dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]]:
     """The functions in the text of a file by the name and first line that their code has."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return {}
     found: dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Lambda):
             found.setdefault(("<lambda>", node.lineno), []).append(node)
         elif isinstance(node, ast.FunctionDef):

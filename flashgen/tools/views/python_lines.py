@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashgen.kernels.codegen import Source
+from flashgen.spec.language.user_source import parsed
 
 _QUOTED = re.compile(r"// (?P<file>[^\s:]+):(?P<line>\d+)$")
 _FUNCTION = re.compile(r"(?:struct|DEVICE|__device__)\s.*?(?P<name>\w+)\s*(?:\(|\{)")
@@ -143,9 +144,8 @@ def _naming(text: PythonText, name: str) -> tuple[int, ...]:
 def _reached(text: PythonText, start: int, count: int) -> tuple[int, ...]:
     """The lines of a mod and of all that it names at the top level of its file."""
     own = tuple(n for n in text.numbers if start <= n < start + max(count, 1))
-    try:
-        tree = ast.parse("\n".join(text.lines))
-    except SyntaxError:  # quoted mods, such as a lambda in the middle of a call
+    tree = parsed("\n".join(text.lines))
+    if not tree.body:  # quoted mods, such as a lambda in the middle of a call
         return own
     spans = {}
     for node in tree.body:

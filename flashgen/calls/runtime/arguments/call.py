@@ -169,6 +169,13 @@ def _cast(tensor: Any, dtype: torch.dtype) -> Any:
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
+def cast_by_autocast(tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype of torch.autocast, where that is on."""
+    q, k, v = tensors
+    dtype = _autocast_dtype(q)
+    return tensors if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
+
+
 def check(signature: CallSignature, operands: Operands, options: CallOptions) -> CheckedCall:
     """The sizes and numbers of a call.
 

@@ -18,20 +18,19 @@ from flashgen.calls.runtime.arguments.refusals import (
     refuse,
     shape_of,
 )
-from flashgen.shared.dtypes import CACHE_DTYPES, INT32_MAX, OPERAND_DTYPES, dtype_name
+from flashgen.shared.dtypes import (
+    CACHE_DTYPES,
+    HEAD_DIM_STEP,
+    INT32_MAX,
+    OPERAND_DTYPES,
+    dtype_name,
+)
 from flashgen.shared.signature import SCALE_NAMES
 
 Tensor = torch.Tensor
 
-DIM_STEP = 8
-"""A head dim is a multiple of this number, so that every row consists of 16-byte vectors."""
-
 MOST_ROWS = 2**30
 """The largest number of tokens times heads of a call, whose kernel counts rows in 32 bits."""
-
-
-COLUMNS = "columns"
-"""The values of a call are columns of its keys."""
 
 
 class AppendOperands(NamedTuple):
@@ -70,20 +69,47 @@ class AppendOperands(NamedTuple):
         return self.k.shape[0] * self.k.shape[2]
 
     @property
-    def sharing(self) -> str:
-        """What values have in common with keys in memory: "" for nothing; `COLUMNS` where they are
-        the same columns of the keys in both rows and caches, and are written with them; else the
-        name of the tensor of values that would be written over that of keys."""
-        if not self.k.numel():
-            return ""
-        scales = self.k_scale, self.v_scale
+    def written(self) -> tuple[str, ...]:
+        """The names of the tensors that the call writes."""
+        return ("k_cache", "v_cache", *(SCALE_NAMES if self.write_scales else ()))
+
+    @property
+    def writes_columns(self) -> bool:
+        """Whether values are the same columns of the keys in both rows and caches, with the same
+        scales, so that they are written with the keys."""
         column = _first_column(self.k, self.v)
-        if column is not None and column == _first_column(self.k_cache, self.v_cache):
-            same = not self.quantises or _first_column(*scales) is not None
-            return COLUMNS if same else "v_scale"
-        if self.write_scales and _overlap(*scales):
-            return "v_scale"
-        return "v_cache" if _overlap(self.k_cache, self.v_cache) else ""
+        if column is None or column != _first_column(self.k_cache, self.v_cache):
+            return False
+        return not self.quantises or _first_column(self.k_scale, self.v_scale) is not None
+
+    @property
+    def distances(self) -> tuple[int | None, ...]:
+        """The bytes between tensors on which `writes_columns` and `overlap` depend; None where
+        their memory cannot overlap."""
+        places = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in self[:-1] if x is not None]
+        # k, the caches, and scales, which are the last where there are any.
+        own = [places[0], *places[2:4], *(() if self.k_scale is None else places[-2:])]
+        between = [
+            (there - here, room if there >= here else other)
+            for here, room in own
+            for there, other in places
+        ]
+        return tuple([step if abs(step) < room else None for step, room in between])
+
+    @property
+    def overlap(self) -> tuple[str, str] | None:
+        """The names of a tensor that is written and of another one with elements of it; None
+        without such tensors, or where values are columns of the keys."""
+        if not self.k.numel():
+            return None
+        columns = self.writes_columns
+        given = self.tensors
+        for name in self.written:
+            for other, tensor in given.items():
+                alike = columns and name[1:] == other[1:]
+                if other != name and not alike and _overlap(given[name], tensor):
+                    return name, other
+        return None
 
     @property
     def is_empty(self) -> bool:
@@ -92,20 +118,26 @@ class AppendOperands(NamedTuple):
         return no_sequence or not self.tokens or not self.k_cache.numel()
 
 
-def distance(one: Tensor | None, other: Tensor | None) -> int | None:
-    """The bytes from one tensor to another where their memory may overlap; None where it cannot."""
-    if one is None or other is None:
-        return None
-    bytes_between = other.data_ptr() - one.data_ptr()
-    first = one if bytes_between >= 0 else other
-    return bytes_between if abs(bytes_between) < first.untyped_storage().nbytes() else None
-
-
 def _overlap(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors with memory have an element in common; interleaved views have none."""
-    if one is None or other is None or distance(one, other) is None:
+    if one is None or other is None:
         return False
     return numpy.shares_memory(_addresses(one), _addresses(other))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor with memory have the same address.
+
+    The first axis along which such elements differ may be counted from the first of them.
+    """
+    array = _addresses(tensor)
+    for _ in range(array.ndim):
+        if not array.size:
+            return False
+        if numpy.shares_memory(array[:1], array[1:]):
+            return True
+        array = array[0]
+    return False
 
 
 def _addresses(tensor: Tensor) -> Any:
@@ -294,9 +326,10 @@ def _check_shapes(operands: AppendOperands) -> None:
             _refuse_shapes(operands, name)
     for name, tensor in (("k", k), ("v", v)):
         dim = tensor.shape[3]
-        if known(dim % DIM_STEP != 0) or known(dim == 0):
+        if known(dim % HEAD_DIM_STEP != 0) or known(dim == 0):
             refuse(
-                f"the head dim of {name} is not a multiple of {DIM_STEP}",
+                f"the head dim of {name} is not a multiple of {HEAD_DIM_STEP} from "
+                f"{HEAD_DIM_STEP} on",
                 f"argument {name} of append_kv",
                 f"{name} {tuple(tensor.shape)}",
                 "rows padded with zeros, as torch.nn.functional.pad makes them",
@@ -376,25 +409,10 @@ def check_limits(operands: AppendOperands) -> None:
     its tensors, which have memory, are not the same.
 
     Raises:
-        InputError: there are too many rows, or too many slots; or values would replace keys.
+        InputError: there are too many rows, or too many slots; or what is written would replace
+            something else.
     """
-    name = operands.sharing
-    if name not in ("", COLUMNS):
-        if _overlap(operands.k_cache, operands.v_cache):
-            columns = operands.v.shape[3]
-            found = "v_cache has elements of k_cache"
-            shared = f"; or v=k[..., :{columns}], v_cache=k_cache[..., :{columns}]"
-            shared += " and v_scale=k_scale" * operands.quantises
-            shared += ", for values that are the first columns of the keys"
-        else:
-            found, shared = "v_scale has elements of k_scale", ""
-        own = "v_cache" if shared else name
-        refuse(
-            "what is written of the values would replace what is written of the keys",
-            f"argument {name} of append_kv",
-            found,
-            f"{own}=torch.zeros_like({own}), a tensor of its own{shared}",
-        )
+    _check_writes(operands)
     pages, heads, page, _ = operands.k_cache.shape
     if page == 0:
         refuse(
@@ -416,6 +434,39 @@ def check_limits(operands: AppendOperands) -> None:
             )
 
 
+def _check_writes(operands: AppendOperands) -> None:
+    """What a call writes has a place of its own."""
+    for name in operands.written:
+        if _overlaps_itself(getattr(operands, name)):
+            tensor = getattr(operands, name)
+            refuse(
+                f"slots of {name} have elements in common",
+                f"argument {name} of append_kv",
+                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                f"{name}={name}.clone(memory_format=torch.contiguous_format)",
+            )
+    found = operands.overlap
+    if found is None:
+        return
+    name, other = found
+    if other in operands.written:
+        columns = operands.v.shape[3]
+        way_out = f"{other}=torch.zeros_like({other}), a tensor of its own"
+        if found == ("k_cache", "v_cache"):
+            way_out += f"; or v=k[..., :{columns}], v_cache=k_cache[..., :{columns}]"
+            way_out += " and v_scale=k_scale" * operands.quantises
+            way_out += ", for values that are the first columns of the keys"
+    else:
+        way_out = f"{other}={other}.clone()"
+    refuse(
+        f"what is written to {name} would replace what is "
+        f"{'written to' if other in operands.written else 'read of'} {other}",
+        f"argument {other} of append_kv",
+        f"{other} has elements of {name}",
+        way_out,
+    )
+
+
 def slots_of(operands: AppendOperands) -> Tensor:
     """The slot of each token among those of all pages, int64 [tokens]; -1 for none.
 
@@ -433,7 +484,8 @@ def slots_of(operands: AppendOperands) -> Tensor:
                 "a slot lies outside of the caches",
                 f"argument slot_mapping of append_kv, token {wrong}",
                 f"slot {int(slots[wrong]):,}; {pages:,} pages of {page:,}",
-                f"from 0 to {pages * page - 1:,}; -1 skips a token",
+                f"{f'from 0 to {pages * page - 1:,}' if pages else 'caches with pages'}; -1 "
+                "skips a token",
             )
         return slots
     table, lengths = operands.page_table, operands.cache_seqlens

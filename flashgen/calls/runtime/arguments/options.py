@@ -22,6 +22,7 @@ from flashgen.shared.dtypes import (
     TENSOR_DTYPES,
     Number,
     dtype_name,
+    real_number,
 )
 from flashgen.shared.signature import (
     BOUNDARIES,
@@ -244,7 +245,8 @@ def scale_of(signature: CallSignature, scale: object) -> float:
             "scale is not a positive number below 2^127",
             "argument scale",
             f"given {shown(value)}; a float32 above 0",
-            "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
+            ("scale=float(scale), a Python number; " if isinstance(value, Tensor) else "")
+            + "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
         )
     return float(value)  # type: ignore[arg-type]
 
@@ -359,8 +361,8 @@ def probability_of(p: object) -> float:
     if type(p) is not float:
         if isinstance(p, Tensor):
             p = number_in("dropout_p", p)
-        if hasattr(p, "__float__") and not isinstance(p, bool | np.bool_):
-            p = float(p)
+        number = real_number(p)
+        p = p if number is None else number
     kept_levels(p)  # type: ignore[arg-type]
     return p  # type: ignore[return-value]
 

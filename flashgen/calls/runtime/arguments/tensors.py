@@ -17,6 +17,8 @@ from flashgen.shared.dtypes import (
     CACHE_DTYPES,
     COUNT_LIMIT,
     FLOAT_DTYPES,
+    HEAD_DIM_MAX,
+    HEAD_DIM_STEP,
     INT32_MAX,
     OPERAND_DTYPES,
     POSITION_LIMIT,
@@ -182,7 +184,7 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
                 f"the last dimension of {name} is not the spec's {option}",
                 f"argument {name}",
                 f"{shapes()}; spec {signature.name} has {option} {wanted[name]}",
-                f"spec.replace({option}={shape_of(tensor)[3]})"
+                _of_head_dim(name, option, shape_of(tensor)[3], wanted[name])
                 + ("" if alike else ", and as many columns in both of q and k"),
             )
     if signature.paged:
@@ -208,14 +210,32 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
                 "k [batch, heads_kv, seq_k, head_dim] and v [batch, heads_kv, seq_k, head_dim_v]",
             )
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    no_keys = known(heads_kv == 0)
-    if known(heads_q != 0) and (no_keys or known(heads_q % heads_kv != 0)):
+    if known(heads_q != 0) and known(heads_kv == 0):
+        refuse(
+            "k and v have no heads, and q has some",
+            "arguments k and v",
+            shapes(),
+            f"k and v with {shape_of(q)[1]} heads, or with a number that divides it",
+        )
+    if known(heads_q != 0) and known(heads_q % heads_kv != 0):
         refuse(
             "the heads of q cannot be divided among the heads of k and v",
             "argument q",
             f"{shape_of(q)[1]} heads in q, {shape_of(k)[1]} in k and v; {shapes()}",
             "a number of query heads that is a multiple of the number of key heads",
         )
+
+
+def _of_head_dim(name: str, option: str, dim: int, wanted: int) -> str:
+    """The way out where a tensor has other columns than the spec wants."""
+    more = -dim % HEAD_DIM_STEP
+    if not 0 < dim <= HEAD_DIM_MAX:
+        return f"{name} with {wanted} columns; head dims are from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}"
+    if not more:
+        return f"spec.replace({option}={dim})"
+    scale = f", scale={dim}**-0.5" if option == "head_dim" else ""
+    padded = f"torch.nn.functional.pad({name}, (0, {more}))"
+    return f"{padded}, and spec.replace({option}={dim + more}{scale})"
 
 
 def _check_limits(name: str, tensor: Tensor) -> None:
