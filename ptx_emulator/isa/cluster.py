@@ -21,6 +21,7 @@ from ptx_emulator.state.wave import Execution, Site, Wave
 
 RANK_SHIFT = 24  # the window of a block is smaller than 16 MiB
 _OFFSET = (1 << RANK_SHIFT) - 1
+_NO_RANK = 254  # no cluster has as many blocks, and it fits in an address of 32 bits
 
 
 def remote(address: Any) -> bool:
@@ -77,12 +78,14 @@ def _require_rank(here: Execution, above: Array) -> None:
         here.machine.fail(OutOfBounds, what, site, numbers, way_out)
 
 
-def map_rank(here: Execution, address: Any, rank: Any) -> Any:
-    """mapa: the address in the block of a rank, of the dtype of ``address`` (uint32 or uint64)."""
+def map_rank(address: Any, rank: Any) -> Any:
+    """mapa: the address in the block of a rank, of the dtype of ``address`` (uint32 or uint64).
+
+    Lanes may compute addresses of ranks that the cluster lacks, as long as they do not use them.
+    """
     base = SHARED_WINDOW if address.dtype.itemsize == 8 else 0
     offset = (address.astype(np.int64) - base) & _OFFSET
-    there = offset + ((rank.astype(np.int64) + 1) << RANK_SHIFT)
-    _require_rank(here, there >> RANK_SHIFT)
+    there = offset + ((np.minimum(rank.astype(np.int64), _NO_RANK) + 1) << RANK_SHIFT)
     return (there + base).astype(address.dtype)
 
 
@@ -102,7 +105,7 @@ def emit_map_address(g: Generator, ins: Instruction) -> None:
     to, source, rank = ins.operands
     value, number = g.read(source, dtype), g.read(rank, "u4")
     g.refuse_if(shared != (dtype == "u4"), "this width of an address")
-    g.write(to, f"map_rank({g.here()}, {value}, {number})", dtype)
+    g.write(to, f"map_rank({value}, {number})", dtype)
 
 
 formula("getctarank", "move", "u4", "rank_of(E, C, {a:T})", "shared::cluster")

@@ -13,6 +13,8 @@ the kernel goes after a success alone.
 from __future__ import annotations
 
 import operator
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,11 +118,7 @@ def _loops(program: PtxProgram) -> Iterator[set[int]]:
     with several branches back is found by each of them, and then together with the shorter ones.
     """
     found: list[set[int]] = []
-    after = [program.successors(pc) for pc in range(len(program.code))]
-    before: dict[int, list[int]] = {}
-    for pc, targets in enumerate(after):
-        for target in targets:
-            before.setdefault(target, []).append(pc)
+    after, before = _ways(program)
     back = [(pc, to) for pc, targets in enumerate(after) for to in targets if to <= pc]
     for end, start in sorted(back, key=lambda edge: edge[0] - edge[1]):
         behind = _reached(end, start, lambda pc: before.get(pc, ()))
@@ -131,6 +129,16 @@ def _loops(program: PtxProgram) -> Iterator[set[int]]:
             found.append(whole)
             if whole != loop:
                 yield whole
+
+
+def _ways(program: PtxProgram) -> tuple[list[list[int]], dict[int, list[int]]]:
+    """The instructions that may follow each one, and those that may come before it."""
+    after = [program.successors(pc) for pc in range(len(program.code))]
+    before: dict[int, list[int]] = {}
+    for pc, targets in enumerate(after):
+        for target in targets:
+            before.setdefault(target, []).append(pc)
+    return after, before
 
 
 def _reached(first: int, last: int, ways: Callable[[int], Iterable[int]]) -> set[int]:
@@ -209,8 +217,46 @@ def _uses(program: PtxProgram, pc: int) -> _Uses:
     return _Uses(branches, used)
 
 
-Known = dict[int, int]
-"""The values of registers that a failure determines."""
+class Comparison(NamedTuple):
+    """Whether an integer is less than another one, or equal to it.
+
+    Attributes:
+        kind: the type of what is less, such as "s32"; the bits of what is equal, such as "32".
+    """
+
+    kind: str
+    one: Reg
+    other: Reg | int
+
+    @property
+    def reads(self) -> int:
+        """A bit mask of the registers."""
+        return mask_of([each.index for each in (self.one, self.other) if isinstance(each, Reg)])
+
+    def value(self, known: Known) -> int | None:
+        """1 or 0, or None where it is not known. What is less is not equal."""
+        found = known.get(self)
+        if isinstance(found, int):
+            return found
+        if isinstance(self.other, int) or self.kind[0] in "su":
+            return None
+        pairs = (self.one, self.other), (self.other, self.one)
+        less = (Comparison(sign + self.kind, *pair) for sign in "su" for pair in pairs)
+        return 0 if any(known.get(each) == 1 for each in less) else None
+
+
+class Unknown(NamedTuple):
+    """The value of a comparison that is not known, or its opposite."""
+
+    of: Comparison
+    opposite: bool
+
+
+Known = dict[int | Comparison, int | Unknown]
+"""The values of registers, by number, and of comparisons on a way through a kernel: those that a
+failure determines, and those that the branches on the way do."""
+_MOST_WAYS = 8
+"""The ways to an instruction that are followed apart; beyond it, what all of them know is."""
 _COMPARED = {word: getattr(operator, word) for word in ("eq", "ne", "lt", "le", "gt", "ge")}
 _LOGIC = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
@@ -230,11 +276,15 @@ class FailedWaits(NamedTuple):
 
 def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
     """Follows the failure of each wait through a kernel; loops that a wait ends do not fail."""
+    compared = Counter(found.of.reads for found in map(_compared, program.code) if found)
+    again = {reads for reads, times in compared.items() if times > 1}
+    _, before = _ways(program) if waits else ([], {})
     loose: set[int] = set()
     begins: dict[int, tuple[int, ...]] = {}
     ends: dict[int, tuple[int, ...]] = {}
     for wait in waits:
-        failed = _after_failure(program, wait, set(waits))
+        start = wait, _known_before(program, wait, before)
+        failed = _after_failure(program, start, set(waits), again)
         if not any(_matters(program.code[pc]) for pc in failed):
             continue
         loose.add(wait)
@@ -253,38 +303,126 @@ def _matters(ins: Instruction) -> bool:
     return instructions.may_access_between_threads(ins) or fact("unit", ins) == "barrier"
 
 
-def _after_failure(program: PtxProgram, wait: int, waits: set[int]) -> set[int]:
-    """The instructions that may be executed after a wait has failed, before one that cannot."""
+def _after_failure(
+    program: PtxProgram, start: tuple[int, Known], waits: set[int], again: set[int]
+) -> set[int]:
+    """The instructions that may be executed after a wait has failed, before one that cannot.
+
+    Args:
+        start: the wait, and what is known before it.
+        again: the registers, as bit masks, that several comparisons read.
+    """
     code, endless = program.code, program.repeats.endless
-    found: dict[int, Known] = {}
-    todo = [(wait, Known())]
+    found: dict[int, list[Known]] = {}
+    todo, wait = [start], start[0]
     while todo:
         pc, known = todo.pop()
         if pc >= len(code) or (pc in endless and pc != wait):
             continue
-        if pc in found:
-            known = dict(found[pc].items() & known.items())
-            if known == found[pc]:
-                continue
-        found[pc] = known
+        known = {of: x for of, x in known.items() if _registers(of) & program.live[pc]}
+        ways = found.setdefault(pc, [])
+        if any(way.items() <= known.items() for way in ways):
+            continue
+        ways[:] = [known, *(way for way in ways if not known.items() <= way.items())]
+        if len(ways) > _MOST_WAYS:
+            known = dict(set.intersection(*(set(way.items()) for way in ways)))
+            ways[:] = [known]
         ins = code[pc]
-        taken = 1 if ins.guard is None else known.get(ins.guard.index)
-        if taken is not None and ins.guard_negated:
-            taken = 1 - taken
-        after = program.successors(pc)
-        if taken is not None and ins.op == "bra":
+        guard = None if ins.guard is None else known.get(ins.guard.index)
+        if ins.op == "bra" and ins.guard is not None:
             target = ins.operands[0]
             assert isinstance(target, LabelRef)
-            after = [target.target if taken else pc + 1]
-        if taken != 0:
-            value = 0 if pc in waits else _value(ins, known)
-            known = {r: v for r, v in known.items() if not program.writes[pc] >> r & 1}
-            to = ins.operands[0] if ins.operands else None
-            to = to.first if isinstance(to, Pair) else to
-            if isinstance(to, Reg) and value is not None and ins.guard is None:
-                known[to.index] = value
-        todo += [(target, known) for target in after]
+            for value, to in ((1, target.target), (0, pc + 1)):
+                value ^= ins.guard_negated
+                if guard != 1 - value:
+                    todo.append((to, _decided(known, ins.guard.index, value)))
+            continue
+        if ins.guard is None or guard != int(ins.guard_negated):
+            known = _executed(program, pc, known, again, fails=pc in waits)
+        todo += [(to, known) for to in program.successors(pc)]
     return set(found) - {wait}
+
+
+def _known_before(program: PtxProgram, pc: int, before: dict[int, list[int]]) -> Known:
+    """What the branches on the only way to an instruction have shown."""
+    known, shown = Known(), dict[int, int]()
+    at, written = pc, 0
+    while len(before.get(at, ())) == 1 and before[at][0] < at:
+        came, (at,) = at, before[at]
+        ins = program.code[at]
+        if ins.op == "bra" and ins.guard is not None and not written >> ins.guard.index & 1:
+            taken = came != at + 1
+            known[ins.guard.index] = shown[ins.guard.index] = taken ^ ins.guard_negated
+        written |= program.writes[at]
+        compared, to = _compared(ins), ins.operands[0] if ins.operands else None
+        if isinstance(to, Reg) and to.index in shown and ins.guard is None:
+            value = shown.pop(to.index)
+            if compared is not None and not written & compared.of.reads:
+                known[compared.of] = value ^ compared.opposite
+    return known
+
+
+def _decided(known: Known, register: int, value: int) -> Known:
+    """What is known where a branch has shown the value of a register."""
+    before, found = known.get(register), {**known, register: value}
+    if isinstance(before, Unknown):
+        found[before.of] = value ^ before.opposite
+    return found
+
+
+def _executed(program: PtxProgram, pc: int, known: Known, again: set[int], fails: bool) -> Known:
+    """What is known after an instruction."""
+    ins, writes = program.code[pc], program.writes[pc]
+    value: int | Unknown | None = 0 if fails else _value(ins, known)
+    compared = _compared(ins)
+    if value is None and compared is not None and compared.of.reads in again:
+        found = compared.of.value(known)
+        value = compared if found is None else found ^ compared.opposite
+    if isinstance(value, Unknown) and writes & value.of.reads:
+        value = None
+    known = {of: x for of, x in known.items() if not writes & (_registers(of) | _of_value(x))}
+    to = ins.operands[0] if ins.operands else None
+    to = to.first if isinstance(to, Pair) else to
+    if isinstance(to, Reg) and value is not None and ins.guard is None:
+        known[to.index] = value
+    return known
+
+
+def _registers(of: int | Comparison) -> int:
+    return of.reads if isinstance(of, Comparison) else 1 << of
+
+
+def _of_value(value: int | Unknown) -> int:
+    return value.of.reads if isinstance(value, Unknown) else 0
+
+
+def _compared(ins: Instruction) -> Unknown | None:
+    """What an instruction compares; None for others than comparisons of two integers.
+
+    All are written by "less" and "equal": a <= b is not b < a, and a <= 7 is a < 8.
+    """
+    is_one = ins.op == "setp" and len(ins.operands) == 3
+    if not is_one or not re.fullmatch(r"[bsu](16|32|64)", ins.mods[-1]):
+        return None
+    word, kind = ins.mods[0], ins.mods[-1]
+    word = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(word, word)
+    a, b = (x if isinstance(x, Reg) else as_immediate(x) for x in ins.operands[1:])
+    if isinstance(a, int):
+        a, b, word = b, a, {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(word, word)
+    if not isinstance(a, Reg) or b is None:
+        return None
+    if word in ("eq", "ne"):
+        if isinstance(b, Reg) and b.index < a.index:
+            a, b = b, a
+        return Unknown(Comparison(kind[1:], a, b), word == "ne")
+    if word not in ("lt", "le", "gt", "ge"):
+        return None
+    if word in ("le", "gt"):
+        if isinstance(b, Reg):
+            a, b, word = b, a, {"le": "ge", "gt": "lt"}[word]
+        else:
+            b, word = b + 1, {"le": "lt", "gt": "ge"}[word]
+    return Unknown(Comparison(kind, a, b), word == "ge")
 
 
 def _value(ins: Instruction, known: Known) -> int | None:
@@ -292,9 +430,12 @@ def _value(ins: Instruction, known: Known) -> int | None:
 
     def of(operand: Operand) -> int | None:
         if isinstance(operand, Not):
-            value = known.get(operand.reg.index)
+            value = of(operand.reg)
             return None if value is None else 1 - value
-        return known.get(operand.index) if isinstance(operand, Reg) else as_immediate(operand)
+        if not isinstance(operand, Reg):
+            return as_immediate(operand)
+        held = known.get(operand.index)
+        return held if isinstance(held, int) else None
 
     values = [of(operand) for operand in ins.operands[1:]]
     if ins.op == "selp" and values[2] is not None:
@@ -309,7 +450,7 @@ def _value(ins: Instruction, known: Known) -> int | None:
     if ins.op == "setp" and len(values) == 2:
         function = next((_COMPARED[word] for word in ins.mods if word in _COMPARED), None)
     if ins.op in ("mov", "cvt"):
-        return values[0]
+        return int(values[0] != 0) if "pred" in ins.mods else values[0]
     if ins.op == "not" and "pred" in ins.mods:
         return 1 - int(values[0] or 0)
     return None if function is None else int(function(*values))

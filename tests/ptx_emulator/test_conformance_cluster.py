@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ptx_emulator import LaunchArguments, TensorMap, launch
+from ptx_emulator import LaunchArguments, OutOfBounds, TensorMap, launch
 from ptx_emulator.errors import DeadlockError, MbarrierMisuse, RaceError
 from tests.ptx_emulator.test_conformance import Array
 from tests.ptx_emulator.test_conformance_planted import SEEDS, assert_reported, planted
@@ -377,6 +377,29 @@ def test_the_correct_twin_runs(kernel: str, size: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_planted_bug_is_named(kernel: str, seed: int | None) -> None:
     assert_reported(PREAMBLE + CUDA, kernel, lambda: run(kernel, False, seed))
+
+
+OF_LANES = """
+KERNEL(lanes)(u* out, u used) {
+    __shared__ u s[64];
+    s[T] = rank();
+    cluster_sync();
+    u at = there(s + T, T);  // compilers put it before the branch
+    if (T < used) out[blockIdx.x * 64 + T] = load_there(at);
+    cluster_sync();
+}
+"""
+
+
+def test_lanes_may_have_addresses_of_blocks_that_there_are_not_and_may_not_use_them() -> None:
+    ptx = hopper_ptx(CUDA[: CUDA.index("// Each block reads")] + OF_LANES)
+    out = np.full((2, 64), 9, np.uint32)
+    launch(ptx, "lanes", 2, 64, [out, np.uint32(2)], cluster=2)
+    assert (out[:, :2] == [0, 1]).all()
+    assert (out[:, 2:] == 9).all()
+    with pytest.raises(OutOfBounds, match="which has no block of this rank") as error:
+        launch(ptx, "lanes", 2, 64, [out, np.uint32(3)], cluster=2)
+    assert "rank 2; the cluster has 2 blocks" in str(error.value)
 
 
 REGISTERS = """.version 8.0\n.target sm_90a\n.address_size 64

@@ -411,6 +411,42 @@ def test_spellings(form: str, seed: int | None) -> None:
     assert (out == want).all()
 
 
+# As in the pipelines of CUTLASS, a turn tries at its end for the next one, which waits where that
+# failed. The predicate is true without a try where there is no other turn.
+TRIES = """.visible .entry k(.param .u64 out, .param .u32 turns) {
+    .reg .pred %p<8>; .reg .b32 %t, %v, %n, %turns, %full, %s, %again; .reg .b64 %o;
+    .shared .align 8 .b64 full[4]; .shared .b32 s[4];
+    mov.u32 %t, %tid.x; ld.param.u64 %o, [out]; mad.wide.u32 %o, %t, 4, %o;
+    ld.param.u32 %turns, [turns]; mov.u32 %n, 0; mov.u32 %again, 0; mov.u32 %v, 0;
+    mov.u32 %full, full; mov.u32 %s, s; setp.eq.u32 %p0, %t, 0; @!%p0 bra MEET;
+    mbarrier.init.shared.b64 [full], 1; mbarrier.init.shared.b64 [full+8], 1;
+    MEET: bar.sync 0; setp.ge.u32 %p1, %t, 32; @%p1 bra READS; @!%p0 bra END;
+    st.shared.u32 [s], 7; mbarrier.arrive.shared.b64 _, [full];
+    st.shared.u32 [s+4], 9; mbarrier.arrive.shared.b64 _, [full+8]; bra END;
+    READS: setp.lt.s32 %p1, %turns, 1; mov.pred %p2, -1; @%p1 bra BEGIN;
+    mbarrier.try_wait.parity.shared.b64 %p2, [%full], 0;
+    BEGIN: setp.gt.s32 %p3, %turns, 0; @!%p3 bra LAST;
+    TURN: @%p2 bra READY; WAIT
+    READY: ld.shared.u32 %v, [%s]; st.global.u32 [%o], %v;
+    add.u32 %full, %full, 8; add.u32 %s, %s, 4;
+    add.s32 %n, %n, 1; setp.le.s32 %p5, %turns, %n; mov.pred %p2, -1; @%p5 bra NEXT;
+    mbarrier.try_wait.parity.shared.b64 %p2, [%full], 0;
+    NEXT: setp.ne.s32 %p6, %n, %turns; @%p6 bra TURN;
+    LAST: sub.s32 %turns, %turns, %n; add.s32 %again, %again, 1; setp.lt.s32 %p7, %again, 2;
+    mov.s32 %n, 0; @%p7 bra READS;
+    END: ret; }"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_turn_may_wait_where_the_turn_before_has_tried_in_vain(seed: int | None) -> None:
+    wait = "W: mbarrier.try_wait.parity.shared.b64 %p4, [full], 0; @!%p4 bra W;"
+    out = np.zeros(64, np.uint32)
+    run_ptx(TRIES.replace("WAIT", wait), "k", 1, 64, out, np.uint32(2), order_seed=seed)
+    assert (out[32:] == 9).all()
+    with pytest.raises(RaceError, match="not ordered"):
+        run_ptx(TRIES.replace("WAIT", ""), "k", 1, 64, out, np.uint32(2), order_seed=seed)
+
+
 def test_a_wait_that_sleeps_after_some_turns_is_a_deadlock_too() -> None:
     """As those of libcu++: the loop has two branches back, of which one counts."""
     body = """setp.lt.u32 %p, %t, 32; @%p mbarrier.arrive.shared.b64 _, [room+8]; mov.u32 %v, 0;
