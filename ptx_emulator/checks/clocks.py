@@ -363,6 +363,8 @@ def _widened(values: Array, more: int) -> Array:
 def room(count: int, *tables: Array) -> list[Array]:
     """The tables, extended to at least ``count`` entries."""
     return [
-        t if count <= len(t) else np.concatenate([t, np.zeros(max(count, len(t)), t.dtype)])
+        t
+        if count <= len(t)
+        else np.concatenate([t, np.zeros((max(count, len(t)), *t.shape[1:]), t.dtype)])
         for t in tables
     ]

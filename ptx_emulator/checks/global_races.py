@@ -11,6 +11,8 @@ number plus one; 0 is unknown.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,6 +21,7 @@ from ptx_emulator.checks.block_order import BLOCK_SHIFT, LOW, BlockOrder, block_
 from ptx_emulator.checks.clocks import ATOMIC, CLOCK_SHIFT, WARP
 from ptx_emulator.checks.copy_sources import CopySource, check_write
 from ptx_emulator.checks.shadow import FENCE_AFTER_ATOMIC, SYNCHRONISE_LANES, VOLATILE
+from ptx_emulator.checks.warp_reads import WarpReads
 from ptx_emulator.errors import RaceError, way_out
 from ptx_emulator.state.cohort import SingleThreads
 from ptx_emulator.state.memory import Array, sparse_zeros
@@ -93,8 +96,8 @@ class GlobalLanes:
         self.reader[vectors[again]] = _SEVERAL
 
 
-_MANY_WARPS = 1 << 60  # those of all are in `GlobalRaces.shared_reads`, up to `_LOG_BYTES`
-_MANY_BLOCKS = 1 << 61
+_MANY_WARPS = 1 << 60  # the reads of each are in `WarpReads`
+_MANY_BLOCKS = 1 << 61  # one of those of other blocks is in `GlobalRaces.apart_stamp`
 _RACING = 1 << 62  # with ATOMIC volatile, see `PtxProgram.racing`; without: `Accesses.guesses`
 _FLYING = (1 << 22) - 1  # the clock of a bulk store that has not been waited for: none is as high
 _LOG_BYTES = 128 << 20
@@ -133,17 +136,19 @@ class GlobalRaces:
         self.written: set[int] = set()  # indices of allocations that were written
         self.log: dict[int, list[tuple[Array, Array, int, int]]] = {}
         self.log_bytes = 0
-        # Vectors and stamps of reads of `_MANY_WARPS`.
-        self.shared_reads: list[tuple[Array, Array]] = []
-        self.shared_bytes = 0
         count = (len(machine.memory.flat.bytes) >> self.shift) + 1
         self.write_stamp = sparse_zeros(count, np.int64)
         self.read_stamp = sparse_zeros(count, np.int64)
+        # A read by another block that the one of `read_stamp` does not come after.
+        self.apart_stamp = sparse_zeros(count, np.int64)
         self.write_pc = sparse_zeros(count, np.int32)
         self.lanes = GlobalLanes(machine, count)
+        self.warp_reads = WarpReads(count, machine.cluster_warps)
         # The last load by .nc of each vector, plus 1; None while there is none.
         self.read_only: Array | None = None
         self.order = BlockOrder(machine)
+        # Answers are kept for one access, whose vectors are often alike.
+        self.ordered: Callable[[int, int], bool] = self.order.has_ordered
 
     # ---- entry points; offsets are (n, k), or one per active lane
 
@@ -254,7 +259,9 @@ class GlobalRaces:
         if parts <= 1:
             return
         self.shift = size.bit_length() - 1
-        tables = [(self, name) for name in ("write_stamp", "read_stamp", "write_pc", "read_only")]
+        self.warp_reads.refine(parts)
+        names = ("write_stamp", "read_stamp", "apart_stamp", "write_pc", "read_only")
+        tables = [(self, name) for name in names]
         for owner, name in [*tables, (self.lanes, "writer"), (self.lanes, "reader")]:
             wide = getattr(owner, name)
             if wide is not None:
@@ -279,6 +286,7 @@ class GlobalRaces:
     def _access(
         self, here: Execution, flat: Array, stamps: Array, rows: Array, size: int, *how: bool
     ) -> _Access:
+        self.ordered = functools.cache(self.order.has_ordered)
         vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
         lane = self.lanes.of(here, len(flat), len(vectors))
         return _Access(here, size, vectors, lane, stamps, rows, *how)
@@ -382,12 +390,16 @@ class GlobalRaces:
         """Which earlier accesses are not ordered before these ones; at least one is a write."""
         known = self._known(before, a.vectors, a.rows)
         other_block = block_of(before) != block_of(a.stamps)
-        apart = other_block | ((before & _MANY_BLOCKS) != 0)
-        bad = (before != 0) & (apart | ~known) & ~excused
+        several = (before & _MANY_BLOCKS) != 0
+        bad = (before != 0) & (other_block | several | ~known) & ~excused
         if self.order.tracks_fences and bad.any():
-            for place in np.flatnonzero(bad & apart):
-                fenced = self.order.has_ordered(int(a.rows[place]), int(before[place]))
-                bad[place] = not fenced or not (other_block[place] or known[place])
+            for place in np.flatnonzero(bad & (other_block | several)):
+                row, vector = a.rows[place], a.vectors[place]
+                ordered = known[place]
+                if other_block[place]:
+                    ordered = self._has_ordered(row, before[place], vector)
+                apart = several[place] and not self._after_apart(row, vector)
+                bad[place] = apart or not ordered
         return bad  # type: ignore[no-any-return]
 
     def _known(self, before: Array, vectors: Array, rows: Array) -> Array:
@@ -399,18 +411,28 @@ class GlobalRaces:
         if many.any():
             floor = m.clocks.floor_stamp[rows] >> CLOCK_SHIFT
             known = np.where(many, low >> CLOCK_SHIFT < floor, known)
-            doubtful = many & ~known
-            if doubtful.any() and self.shared_bytes <= _LOG_BYTES:
-                known |= doubtful
-                log = [np.concatenate(parts) for parts in zip(*self.shared_reads, strict=True)]
-                for row in np.unique(rows[doubtful]).tolist():
-                    mine = doubtful & (rows == row)
-                    place = int(np.argmax(mine))
-                    read = np.isin(log[0], vectors[mine])
-                    read &= block_of(log[1]) == m.cluster_ids[clusters[place]] + 1
-                    late = ~m.clocks.ordered(clusters[place], members[place], log[1] & LOW)
-                    known &= ~(mine & np.isin(vectors, log[0][read & late]))
+            some = np.flatnonzero(many & ~known)
+            slots, warps = clusters[some], members[some]
+            seen = m.clocks.seen[slots, warps, : m.cluster_warps]
+            known[some] = self.warp_reads.seen(vectors[some], m.cluster_ids[slots], seen, warps)
         return known
+
+    def _has_ordered(self, row: Any, stamp: Any, vector: Any) -> bool:
+        """Whether fences and atomics order a write, or reads of a vector, before a warp."""
+        row, stamp = int(row), int(stamp)
+        if not self.ordered(row, stamp):
+            return False
+        many = stamp & _MANY_WARPS != 0
+        reads = self.warp_reads.stamps(int(vector), int(block_of(stamp))) if many else ()
+        return all(self.ordered(row, one) for one in reads)
+
+    def _after_apart(self, row: Any, vector: Any) -> bool:
+        """Whether a warp comes after the read in `apart_stamp`."""
+        m, stamp = self.machine, self.apart_stamp[vector]
+        slot = m.row_cluster[row]
+        if block_of(stamp) == m.cluster_ids[slot] + 1:
+            return bool(m.clocks.ordered(slot, m.row_member[row], stamp & LOW))
+        return self._has_ordered(row, stamp, vector)
 
     def _note_reads(
         self, vectors: Array, stamps: Array, pc: int, rows: Any = None, lane: Any = None
@@ -428,9 +450,16 @@ class GlobalRaces:
         other = (old != 0) & (block_of(old) != block)
         if rows is not None and self.order.tracks_fences:
             for place in np.flatnonzero(other):
-                other[place] = not self.order.has_ordered(int(rows[place]), int(old[place]))
-        other |= block_of(now) != block
-        flags = np.where(other | (old & _MANY_BLOCKS != 0), _MANY_BLOCKS, 0)
+                other[place] = not self._has_ordered(rows[place], old[place], vectors[place])
+        together = block_of(now) != block
+        several = old & _MANY_BLOCKS != 0
+        if rows is not None and self.order.tracks_fences:
+            for place in np.flatnonzero(several):
+                several[place] = not self._after_apart(rows[place], vectors[place])
+        self.apart_stamp[vectors[other]] = old[other]
+        self.apart_stamp[vectors[together]] = stamps[together]
+        other |= together
+        flags = np.where(other | several, _MANY_BLOCKS, 0)
         warps = (old != 0) & (block_of(old) == block) & ~other
         warps &= ((old ^ stamps) & WARP != 0) | (old & _MANY_WARPS != 0)
         if rows is not None and warps.any():
@@ -447,12 +476,13 @@ class GlobalRaces:
             self.lanes.reader[vectors[late]] = 0  # the stamp is that of another warp
         if marked.any():
             np.bitwise_or.at(self.read_stamp, vectors[marked], flags[marked])
-        if many.any() and self.shared_bytes <= _LOG_BYTES:
-            many |= self.read_stamp.take(vectors) & _MANY_WARPS != 0
+        if many.any():
+            left = self.read_stamp.take(vectors)  # of one block, where several read together
+            many |= left & _MANY_WARPS != 0
             first = warps & (old & _MANY_WARPS == 0)
-            for which, who in ((many, stamps), (first, old)):
-                self.shared_reads.append((vectors[which], who[which]))
-                self.shared_bytes += 16 * int(which.sum())
+            for which, who in ((first, old), (many, stamps)):
+                which &= block_of(who) == block_of(left)
+                self.warp_reads.note(vectors[which], who[which])
 
     def _unlog(self, place: int) -> None:
         """Moves the listed reads of a buffer into the shadow, before its first write."""

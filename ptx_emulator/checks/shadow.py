@@ -108,13 +108,13 @@ class _PartialRelease:
 
     Attributes:
         first, last: clocks of the accesses of the warp that only these lanes release.
-        lanes: which release (32,).
+        own: the clock of each lane (32,) up to which it has released, by now and before.
         covered: clock of the warp when all its lanes have synchronised or release; None before.
     """
 
     first: int
     last: int
-    lanes: Array
+    own: Array
     covered: int | None = None
 
 
@@ -272,8 +272,16 @@ class SharedShadow:
             if last < first:
                 continue
             found = self.releases.setdefault(row, [])
-            found.append(_PartialRelease(first, last, here[place].copy()))
+            own = np.where(here[place], last, self._own(row, last))
+            found.append(_PartialRelease(first, last, own))
             del found[:-_KEPT_RELEASES]
+
+    def _own(self, row: int, until: int) -> Array:
+        """The clock of each lane (32,) up to which partial releases of a warp, themselves up to a
+        clock, release what the lane has accessed.
+        """
+        none = np.zeros(32, np.int64)
+        return np.max([none, *(r.own for r in self.releases[row] if r.last <= until)], axis=0)  # type: ignore[no-any-return]
 
     def strong_access(self, here: Execution) -> None:
         """A strong store or atomic, before it releases, see `release_lanes`."""
@@ -283,19 +291,24 @@ class SharedShadow:
 
     # ---- checks
 
-    def _uncovered(self, a: SharedAccess, row: int) -> Iterator[tuple[_PartialRelease, Array]]:
-        """Partial releases of a warp that others may come after, but not after all of its lanes.
+    def _uncovered(
+        self, a: SharedAccess, row: int
+    ) -> Iterator[tuple[_PartialRelease, Array, Array]]:
+        """Partial releases of a warp that others come after, but not after all of its lanes.
 
         Yields:
-            The release, and which accesses (g,) come so.
+            The release, which accesses (g,) come so, and the clock of each lane (32,) up to which
+            they come after a release by that lane, too.
         """
         cluster, member = divmod(row, self.warps)
         others = (a.rows // self.warps == cluster) & (a.rows != row)
         seen = self.clocks.seen[cluster, a.rows % self.warps, member]
         for one in self.releases[row]:
-            late = others if one.covered is None else others & (seen < one.covered)
-            if late.any():
-                yield one, late
+            late = others & (seen >= one.last)
+            if one.covered is not None:
+                late &= seen < one.covered
+            for until in np.unique(seen[late]).tolist():
+                yield one, late & (seen == until), self._own(row, until)
 
     def against_partial_releases(self, a: SharedAccess, stamps: Array) -> None:
         """Checks accesses against writes of lanes whose warps arrived without them."""
@@ -306,9 +319,9 @@ class SharedShadow:
         written = (stamps < ASYNC) & (writers != EVERY)
         for row in self.releases:
             its = written & (agent == row % self.warps)
-            for one, late in self._uncovered(a, row) if its.any() else ():
+            for one, late, own in self._uncovered(a, row) if its.any() else ():
                 bad = its & (clock >= one.first) & (clock <= one.last) & late[:, None]
-                bad &= ~one.lanes[np.minimum(writers, 31)]
+                bad &= clock > own[np.minimum(writers, 31)]
                 if bad.any():
                     self._report_release(a, bad, self._writer_pc(a, bad))
 
@@ -318,10 +331,11 @@ class SharedShadow:
         readers = np.broadcast_to(lanes_of(before), before.where.shape)
         for row in self.releases:
             mine = before.rows == row
-            for one, late in self._uncovered(a, row) if mine.any() else ():
+            for one, late, own in self._uncovered(a, row) if mine.any() else ():
                 of = mine & (reads.clock >= one.first) & (reads.clock <= one.last)
                 if of.any():
-                    missing = (readers[of] != EVERY) & ~one.lanes[np.minimum(readers[of], 31)]
+                    missing = reads.clock[of][:, None] > own[np.minimum(readers[of], 31)]
+                    missing &= readers[of] != EVERY
                     self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
                     bad = self.take(self._mark, a.where, a.size) > 0
                     bad &= late[:, None]

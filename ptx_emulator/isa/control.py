@@ -77,7 +77,8 @@ def emit_call(g: Generator, ins: Instruction) -> None:
         g.emit(f"raise_trap({g.here()}, 'a device-side assert failed')")
         return
     if not name:
-        raise g.unknown("a call through a pointer, recursive or of no function of the module")
+        what = "a call through a pointer, recursive or of no function of the module"
+        raise g.unknown(what, "write a recursion as a loop, and call functions of the module")
     raise g.unknown(f"a call of the external function {name}")
 
 

@@ -119,7 +119,7 @@ class Barriers:
     def _whole_blocks(self, blocks: Array, ids: Array, counts: Array) -> bool:
         """Whether all warps of the blocks arrive together at an idle barrier, the common case."""
         m = self.machine
-        if (ids != ids[0]).any():
+        if (ids != ids[0]).any() or (counts != counts[0]).any():
             return False
         here = np.bincount(blocks, minlength=len(self.arrived))
         present = here > 0

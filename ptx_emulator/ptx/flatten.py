@@ -2,7 +2,10 @@
 
 Parameters of calls (``st.param`` / ``ld.param`` on a local ``.param``) become plain registers, and
 the guard of an instruction that threads execute together becomes a branch around it. A call through
-a pointer becomes a comparison with each function that it may point to, and the calls of these.
+a pointer becomes a comparison with each function that it may point to, and the calls of these. Such
+functions, and those that call through pointers, have one body behind the kernel, from which a table
+of branches returns: copies of each for every order in which they may call each other would be more
+than any memory holds.
 """
 
 from __future__ import annotations
@@ -10,12 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptx_emulator.errors import UnknownInstruction
 from ptx_emulator.ptx import syntax
 from ptx_emulator.ptx.instructions import is_barrier, is_warp_wide
-from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, LabelRef, Operand, Reg, Sym
+from ptx_emulator.ptx.syntax import TYPE_BYTES, Instruction, LabelRef, Operand, Reg, Sym, Variable
 
 
 def flatten(module: syntax.Module, entry: syntax.Function) -> syntax.Function:
@@ -27,7 +30,9 @@ def flatten(module: syntax.Module, entry: syntax.Function) -> syntax.Function:
     flat = replace(entry)
     if any(i.op == "call" for i in entry.code):
         flat = replace(entry, code=[], registers=[], variables={}, branch_targets={})
-        _Inliner(module, flat).expand(entry, {}, (entry.name,), None)
+        inliner = _Inliner(module, flat)
+        inliner.expand(entry, {}, (entry.name,), None)
+        inliner.append_bodies()
     if any(_needs_branch(i) for i in flat.code):
         _branch_around(flat)
     return flat
@@ -50,9 +55,28 @@ def _branch_around(flat: syntax.Function) -> None:
             ins = replace(ins, guard=None)
         code.append(ins)
     starts.append(len(code))
+    _move_all(flat, code, starts)
+
+
+def _move_all(flat: syntax.Function, code: list[Instruction], starts: list[int]) -> None:
+    """Gives a function other code, in which its instructions are at the places ``starts``."""
     flat.code = [replace(i, operands=[_moved(o, starts) for o in i.operands]) for i in code]
     tables = flat.branch_targets.items()
     flat.branch_targets = {name: [starts[t] for t in targets] for name, targets in tables}
+
+
+class _Body(NamedTuple):
+    """The body of a function that calls share.
+
+    Attributes:
+        caller: the register with the number of the call that a thread is in; 0 in none.
+        jumps: the branches to the body.
+        returns: where each call goes on; 0 for none.
+    """
+
+    caller: Reg
+    jumps: list[Instruction]
+    returns: list[int]
 
 
 def _moved(operand: Operand, starts: list[int]) -> Operand:
@@ -66,6 +90,8 @@ class _Inliner:
         self.slots: dict[tuple[str, int], Reg] = {}
         self.bases: dict[str, int] = {}
         self.pointed_to = functools.cache(lambda: _pointed_to(module))
+        self.shares = functools.cache(self._shares)
+        self.bodies: dict[str, _Body] = {}
 
     def base(self, fn: syntax.Function) -> int:
         """The number of the first register of ``fn``, of which only one call runs at a time.
@@ -116,7 +142,7 @@ class _Inliner:
             if ins.op == "call" and callee is not None and callee.has_body:
                 self.call(ins, callee, stack)
             elif ins.op == "call" and any(isinstance(o, Reg) for o in ins.operands):
-                self.call_through(ins, stack)
+                self.call_through(ins)
             elif ins.op == "call" and target is not None and target.name == "vprintf":
                 flat.code.append(self.external(ins, target.name))
             elif after is not None and ins.op == "ret":
@@ -138,6 +164,9 @@ class _Inliner:
         if callee.name in stack:
             way_out = "write the recursion as a loop: calls are inlined"
             raise _unknown(self.module, ins, "a recursive call", way_out)
+        if self.shares(callee.name):
+            self.call_shared(ins, callee)
+            return
         results, given = _lists(ins)
         base, known = self.base(callee), callee.param_registers
         into = list(zip(callee.params, given, strict=True))
@@ -165,7 +194,118 @@ class _Inliner:
         self.flat.code.append(around)
         return replace(ins, guard=None), around
 
-    def call_through(self, ins: Instruction, stack: tuple[str, ...]) -> None:
+    def _shares(self, name: str) -> bool:
+        """Whether calls share the body of a function: those through pointers, and of what makes
+        such calls.
+        """
+        if any(fn.name == name for fn in self.pointed_to()):
+            return True
+        functions, todo, met = self.module.functions, [name], {name}
+        while todo:
+            for ins in (i for i in functions[todo.pop()].code if i.op == "call"):
+                if any(isinstance(o, Reg) for o in ins.operands):
+                    return True
+                called = {o.name for o in ins.operands if isinstance(o, Sym)} - met
+                todo += called & functions.keys()
+                met |= called
+        return False
+
+    def call_shared(self, ins: Instruction, callee: syntax.Function) -> None:
+        """A call of a function with one body for all calls."""
+        code, registers = self.flat.code, self.flat.registers
+        base, known = self.base(callee), callee.param_registers
+        if callee.name not in self.bodies:
+            registers += [("caller", "u32")]
+            self.bodies[callee.name] = _Body(Reg(len(registers) - 1), [], [0])
+        body = self.bodies[callee.name]
+        results, given = _lists(ins)
+        ins, around = self.around(ins)
+        idle = Reg(len(registers))
+        registers.append(("idle", "pred"))
+        compared: list[Operand] = [idle, body.caller, syntax.Imm(0)]
+        code.append(replace(ins, op="setp", mods=("eq", "u32"), operands=compared))
+        code.append(replace(ins, op="bra", mods=(), guard=idle, guard_negated=False))
+        code[-1].operands = [LabelRef(len(code) + 1)]
+        code.append(replace(ins, operands=[]))  # a recursive call: refused where it is executed
+        for variable, value in zip(callee.params, given, strict=True):
+            if isinstance(value, Sym):
+                self.copy(ins, callee, "ld", variable, value)
+            else:
+                self.move(ins, Reg(base + known[variable.name].index), value, variable.type)
+        self.move(ins, body.caller, syntax.Imm(len(body.returns)), "u32")
+        body.jumps.append(replace(ins, op="bra", mods=(), operands=[]))
+        code.append(body.jumps[-1])
+        body.returns.append(len(code))
+        for variable, value in zip(callee.returns, results, strict=True):
+            if isinstance(value, Sym):
+                self.copy(ins, callee, "st", variable, value)
+            else:
+                self.move(ins, value, Reg(base + known[variable.name].index), variable.type)
+        if around is not None:
+            around.operands = [LabelRef(len(code))]
+
+    def copy(
+        self, ins: Instruction, callee: syntax.Function, op: str, variable: Variable, value: Sym
+    ) -> None:
+        """Copies what a function loads of a parameter ("ld"), or stores in its result ("st")."""
+        parts = set()
+        for other in (i for i in callee.code if i.op == op):
+            memory = other.operands[1 if op == "ld" else 0]
+            item = other.operands[0 if op == "ld" else 1]
+            base = memory.base if isinstance(memory, syntax.Mem) else None
+            if isinstance(memory, syntax.Mem) and isinstance(base, Sym):
+                width = len(item.items) if isinstance(item, syntax.Vec) else 1
+                first, kind = base.offset + memory.offset, other.mods[-1]
+                if base.name == variable.name:
+                    parts |= {(first + i * TYPE_BYTES[kind], kind) for i in range(width)}
+        source, to = value.name, _own(callee, variable)
+        if op == "st":
+            source, to = to, source
+        for offset, kind in sorted(parts):
+            copy = Reg(len(self.flat.registers))
+            self.flat.registers.append(("copy", kind if TYPE_BYTES[kind] > 1 else "b16"))
+            read: list[Operand] = [copy, syntax.Mem(Sym(source, 0), offset)]
+            write: list[Operand] = [syntax.Mem(Sym(to, 0), offset), copy]
+            for name, operands in (("ld", read), ("st", write)):
+                made = replace(ins, op=name, mods=("param", kind), operands=operands)
+                self.parameter_access(made, False)
+
+    def append_bodies(self) -> None:
+        """Appends the bodies of functions that calls share, and their returns."""
+        code, flat = self.flat.code, self.flat
+        if not self.bodies:
+            return
+        code.append(replace(code[-1], op="ret", mods=(), operands=[], guard=None))
+        outside: list[Instruction] = []  # at the start of the kernel: no thread is in a function
+        starts: list[int] = []
+        while len(starts) < len(self.bodies):
+            name, body = list(self.bodies.items())[len(starts)]
+            callee = self.module.functions[name]
+            starts.append(len(code))
+            aliases = {v.name: _own(callee, v) for v in (*callee.params, *callee.returns)}
+            for variable in (*callee.params, *callee.returns):
+                own = aliases[variable.name]
+                flat.variables[own] = replace(variable, name=own)
+            returns: list[int] = []
+            self.expand(callee, aliases, (name,), returns)
+            for place in returns:
+                code[place].operands = [LabelRef(len(code))]
+            last, to = replace(callee.code[-1], guard=None), Reg(len(flat.registers))
+            flat.registers.append(("to", "u32"))
+            self.move(last, to, body.caller, "u32")
+            self.move(last, body.caller, syntax.Imm(0), "u32")
+            table = Sym(f"{name}#callers")
+            code.append(replace(last, op="brx", mods=("idx",), operands=[to, table]))
+            none: list[Operand] = [body.caller, syntax.Imm(0)]
+            outside.append(replace(code[0], op="mov", mods=("u32",), operands=none, guard=None))
+        for start, (name, body) in zip(starts, self.bodies.items(), strict=True):
+            for jump in body.jumps:
+                jump.operands = [LabelRef(start)]
+            body.returns[0] = body.returns[1]
+            flat.branch_targets[f"{name}#callers"] = body.returns
+        _move_all(flat, outside + code, list(range(len(outside), len(outside) + len(code) + 1)))
+
+    def call_through(self, ins: Instruction) -> None:
         """A call through a pointer."""
         code, registers = self.flat.code, self.flat.registers
         widths = [list(map(self.width, items)) for items in _lists(ins)]
@@ -188,10 +328,7 @@ class _Inliner:
             code.append(replace(ins, op="setp", mods=("ne", "u64"), operands=compared))
             past = replace(ins, op="bra", mods=(), guard=other, guard_negated=False)
             code.append(past)
-            if callee.name in stack:
-                code.append(ins)  # refused where it is executed
-            else:
-                self.call(ins, callee, stack)
+            self.call_shared(ins, callee)
             ends.append(replace(ins, op="bra", mods=(), operands=[]))
             code.append(ends[-1])
             past.operands = [LabelRef(len(code))]
@@ -268,6 +405,11 @@ def _lists(ins: Instruction) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
     before = isinstance(ins.operands[0], syntax.Group)
     results = groups[0].items if before else ()
     return results, groups[-1].items if len(groups) > before else ()
+
+
+def _own(fn: syntax.Function, variable: Variable) -> str:
+    """The name of a parameter of a function whose body calls share."""
+    return f"{variable.name}#{fn.name}#"
 
 
 def _pointed_to(module: syntax.Module) -> list[syntax.Function]:

@@ -275,6 +275,11 @@ KERNEL(a_count_without_the_second_arrival_of_a_warp, RaceError, arrives at a bar
         NAMED("sync", 1, FIX(96) BUG(64));                              // BUG
     out[T] = 1;
 }
+KERNEL(warps_that_count_differently, EmulatorError, different thread counts) ARGS {
+    int count = T / 32 == 1 ? FIX(128) BUG(64) : 128;
+    asm volatile("bar.sync 1, %0;" :: "r"(count) : "memory");           // BUG
+    out[T] = 1;
+}
 KERNEL(a_barrier_of_two_teams, RaceError, arrives at a barrier again) ARGS {
     __shared__ int s[128];
     s[T] = in[T];
