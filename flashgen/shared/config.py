@@ -89,6 +89,15 @@ def _refuse(name: str, value: str, expected: str) -> FlashgenError:
     )
 
 
+def _path(name: str, value: str) -> Path:
+    """The path that a variable gives, which may begin with "~" or "~user"."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        expected = "a path that does not begin with '~', because that user has no home folder"
+        raise _refuse(name, value, expected) from None
+
+
 def _one_of(name: str, accepted: tuple[str, ...]) -> str:
     """The value of a variable that has one of some values; the first of them when it is unset."""
     value = _read(name) or accepted[0]
@@ -189,7 +198,7 @@ def override() -> Path | None:
     value = _read("FLASHGEN_OVERRIDE")
     if value is None:
         return None
-    path = Path(value).expanduser()
+    path = _path("FLASHGEN_OVERRIDE", value)
     try:
         exists = path.is_file()
     except OSError:
@@ -274,14 +283,15 @@ def cache_dir() -> Path | None:
     """Folder of the kernel cache, which need not exist yet; None when caching on disk is off.
 
     Raises:
-        FlashgenError: FLASHGEN_CACHE_DIR is unset and the user has no home folder.
+        FlashgenError: it begins with the home folder of a user who has none, or it is unset and
+            this user has none.
     """
     value = _read("FLASHGEN_CACHE_DIR")
     if value is None:
         return _default_cache_dir()
     if value.lower() == "off":
         return None
-    return Path(value).expanduser().absolute()
+    return _path("FLASHGEN_CACHE_DIR", value).absolute()
 
 
 def _default_cache_dir() -> Path:

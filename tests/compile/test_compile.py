@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import flashgen as fg
 from flashgen.calls.launch import pack
 from flashgen.kernels import pipeline
-from flashgen.kernels.compile import Binary, compile, cubin, nvrtc, nvrtc_log
+from flashgen.kernels.compile import Binary, compile, cubin, forget, nvrtc, nvrtc_log
 from flashgen.shared.errors import CompileError
 from tests.support.compile_sources import SERIALISED, SPILLING, STACKED, TOY
 from tests.support.processes import run_python
@@ -124,6 +125,24 @@ def test_a_profiler_finds_the_source_that_the_cubin_names(fresh_cache: Path) -> 
     assert binary.folder.parent == fresh_cache
     assert str(binary.folder).encode() in binary.cubin
     assert (binary.folder / "toy.cu").read_text() == TOY
+
+
+@pytest.mark.parametrize("name", [b"\xc3\xbc", b"\xfc", b'"', b"a b"])
+def test_the_cache_may_lie_in_a_folder_of_any_name(
+    name: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the locale is C, an umlaut is no text, like the second name."""
+    folder = os.fsdecode(bytes(tmp_path) + b"/" + name)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", folder)
+    forget()
+    binary = build(TOY, "toy")
+    assert str(binary.folder).startswith(folder)
+    named = str(binary.folder) if name == b"a b" else "toy.cu"
+    assert named.encode() in binary.cubin
+    assert (bytes(tmp_path) in binary.cubin) == (name == b"a b")  # all of it or nothing
+    assert re.findall(r"^\s*\.file\s+\d+\s+(.*)$", binary.ptx, re.MULTILINE) == ['"toy.cu"']
+    forget()
+    assert build(TOY, "toy").cubin == binary.cubin
 
 
 def test_a_rejected_line_is_shown_with_its_neighbours() -> None:

@@ -146,11 +146,15 @@ def test_no_rank_waits_for_one_that_refuses_its_arguments(returned: Returned, wo
             )
             assert len(message.splitlines()) >= 4
         others = "another rank has refused its arguments"
-        for name in ("uneven", "one scale", "one dtype", "one stride", "one list", "one length"):
+        alone = ("scale", "dtype", "stride", "list", "name", "length")
+        for name in ("uneven", *(f"one {what}" for what in alone)):
             refused = rank > 0 if name == "uneven" else rank == world - 1
             assert (others in messages[name]) == (not refused), f"rank {rank}, {name}"
         assert "different arguments: deterministic" in messages["one switch"]
         assert "needs a gradient" in messages["one gradient"]
+        contents = {"one layout": "layout", "one end": "cu_seqlens_q", "one document": "ids"}
+        for name, argument in contents.items():  # they decide which keys travel
+            assert f"different arguments: {argument}" in messages[name]
 
 
 def test_an_error_of_all_ranks_in_a_step_leaves_no_transfer_behind(returned: Returned) -> None:

@@ -245,7 +245,10 @@ def test_a_compiler_that_is_missing_is_wrong_and_not_only_a_missing_gpu(
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("BACKEND", "cpu"), ("OVERRIDE", "/missing.cu"), ("TRUST", "x"), ("CHECK_READS", "2")],
+    [
+        *(("BACKEND", "cpu"), ("OVERRIDE", "/missing.cu"), ("TRUST", "x"), ("CHECK_READS", "2")),
+        *(("DEBUG", "9"), ("CACHE_DIR", "~nobody-of-this-name")),
+    ],
 )
 def test_a_variable_with_which_every_call_fails_is_wrong(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str

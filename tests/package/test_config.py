@@ -84,6 +84,8 @@ def test_without_a_home_the_error_names_the_variable(monkeypatch: pytest.MonkeyP
         ("FLASHGEN_DEBUG", "-1", "0 nothing"),
         ("FLASHGEN_DEBUG", "yes", "2 timings"),
         ("FLASHGEN_OVERRIDE", "no/such/file.cu", "existing .cu file"),
+        ("FLASHGEN_OVERRIDE", "~nobody-of-this-name/file.cu", "that user has no home folder"),
+        ("FLASHGEN_CACHE_DIR", "~nobody-of-this-name", "that user has no home folder"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_was_expected(

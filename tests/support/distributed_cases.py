@@ -442,6 +442,7 @@ def wrong_calls() -> dict[str, str]:
     documents = causal_spec().replace(mask_mod=lambda b, h, q, k: table[b, q] == table[b, k])
     boundaries = torch.tensor([5, 32 * world], dtype=torch.int32)
     packed, dropped = causal_spec(packed=True), causal_spec(dropout=True)
+    sparse = causal_spec(block_sparse=fg.BlockSparse(block_q=16, block_k=16))
     ends = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
     strided = torch.zeros(1, 2 * world, 16, 32).transpose(2, 3)
     everywhere: dict[str, Wrong] = {
@@ -467,8 +468,12 @@ def wrong_calls() -> dict[str, str]:
         "one bias": {"spec": biased, **learned},
         "one switch": {"deterministic": True} if last else {},
         "one dropout": {"spec": dropped, "dropout_p": 0.5 if last else 0.0},
+        "one name": {"\udcfc": 1} if last else {},  # an umlaut where the locale is C
         "one length": {"spec": documents, "ids": ids, "sharded": {"ids": 1}},
         "one scalar": {"spec": window, "window": 3 + last},
+        "one layout": {"spec": sparse, "layout": torch.full((1, 1, 2 * world, 2 * world), last)},
+        "one end": {"spec": packed, **dict.fromkeys(ends, torch.tensor([0, 32 - last, 64]).int())},
+        "one document": {"spec": documents, "ids": torch.zeros(1, 32 * world).int() + last},
     }
     found, first = {}, dist.new_group([0])
     for name, options in {

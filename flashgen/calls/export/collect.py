@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -377,10 +378,10 @@ def _without_folder(build: Build) -> bytes:
 
     The name has the same length, so that all offsets in the file stay.
     """
-    folder = "" if build.binary.folder is None else str(build.binary.folder)
+    folder = b"" if build.binary.folder is None else os.fsencode(build.binary.folder)
     if len(folder) < len(KERNELS):
         return build.cubin
-    return build.cubin.replace(folder.encode(), KERNELS.encode().ljust(len(folder.encode()), b"/"))
+    return build.cubin.replace(folder, KERNELS.encode().ljust(len(folder), b"/"))
 
 
 def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, AttentionSpec], ...]:

@@ -33,6 +33,7 @@ from flashgen.calls.runtime.arguments.tensors import check_operands as check_own
 from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.calls.runtime.programs import SpecProgram, Variant, program_of
 from flashgen.frontends.distributed.exchange import REFUSAL, WHERE, Exchange, refuse
+from flashgen.frontends.distributed.reach import decisive
 from flashgen.frontends.distributed.sharded_tensors import check_local, check_sharded, of_length
 from flashgen.frontends.distributed.sharding import Sharding, check_method, sharding_of
 from flashgen.shared.arch import facts as facts_of
@@ -179,6 +180,11 @@ def checked(
     facts_of(call.program.target(options.backend, options.arch, q.device).arch)
     dims = {name: dim for name, (dim, _) in sharded.items()} | dict.fromkeys("qkv", 2)
     held = [str(sharding.rows(exchange.rank)) for sharding in (queries, keys)]
+    described = {name: _described(x, dims.get(name)) for name, x in (by_name | captures).items()}
+    if exchange.world > 1 and exchange.device == "cpu":
+        # Ranks that decide what travels by different contents would wait for one another.
+        for name in (decisive(op.spec) & captures.keys()) - sharded.keys():
+            described[name] += f", of contents {_contents(captures[name])}"
     facts = {
         "method": method,
         "shard": shard if isinstance(shard, str) else str(keys.of_rank),
@@ -187,7 +193,7 @@ def checked(
         "reduce_learned": str(reduce_learned),
         **{name: str(value) for name, value in options._asdict().items() if name != "scalars"},
         "heads": f"{one.first_head} of {one.heads}",
-        **{name: _described(x, dims.get(name)) for name, x in (by_name | captures).items()},
+        **described,
     }
     return Asked(op, queries, keys, one, options, captures, sharded, rng, facts)
 
@@ -319,6 +325,12 @@ def _described(value: Any, divided: int | None) -> str:
     return text + (", needs a gradient" if gradient else "")
 
 
+def _contents(tensor: Tensor) -> str:
+    """A short hash of the elements of a tensor."""
+    elements = tensor.detach().cpu().reshape(-1).clone()  # see `reach._array`
+    return hashlib.sha256(elements.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
 # ---- agreement -----------------------------------------------------------------------------------
 
 _STEP = "comparison of the calls"
@@ -334,7 +346,7 @@ def leave_refusal(exchange: Exchange, error: Exception) -> None:
     parts = [str(error)]
     if isinstance(error, FlashgenError):
         parts = [error.what, error.where, error.numbers]
-    exchange.leave_note(REFUSAL + "; ".join(parts).encode(), _STEP)
+    exchange.leave_note(REFUSAL + "; ".join(parts).encode(errors="replace"), _STEP)
 
 
 def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -> None:

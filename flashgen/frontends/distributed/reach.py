@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,11 +15,23 @@ from flashgen.shared.dtypes import Number
 from flashgen.shared.signature import BOUNDARIES, LAYOUT
 from flashgen.spec.analysis import analyse
 from flashgen.spec.analysis.evaluate import evaluate
+from flashgen.spec.analysis.mask import MaskAnalysis
 from flashgen.spec.analysis.tile_walk import Array, exact, numbers_of
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import K_HI, K_LO, Q_HI, Q_LO, B, H
 
 _FAR = 1 << 40  # beyond all positions
+
+
+@functools.lru_cache(maxsize=64)
+def _mask(spec: AttentionSpec) -> MaskAnalysis:
+    return analyse(spec).mask
+
+
+def decisive(spec: AttentionSpec) -> set[str]:
+    """The names of the tensors whose contents `reached` reads, where a spec has them."""
+    used = _mask(spec).may.free_symbols
+    return {*BOUNDARIES, LAYOUT} | {t.name for t in spec.tensors if t.symbol in used}
 
 
 def reached(
@@ -44,7 +57,7 @@ def reached(
     Returns:
         bool [queries, keys].
     """
-    mask = analyse(spec).mask
+    mask = _mask(spec)
     pairs = _pairs(spec, queries, keys, tensors)
     entries, of_heads = sizes[0], range(sizes[1]) if heads is None else heads
     may: Any = np.ones(len(pairs.place), dtype=bool)

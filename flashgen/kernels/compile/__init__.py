@@ -246,6 +246,8 @@ def _make(request: _Request, program: str) -> Binary:
     """Compiles; messages and line information name the source ``program``, or an edited file."""
     if request.override is not None:
         program = str(request.override.path)
+    if not nvrtc.keeps_name(program):
+        program = request.filename
     source, filename, arch = request.source, request.filename, request.arch
     try:
         output = nvrtc.run(source, program=program, arch=arch, options=request.options)

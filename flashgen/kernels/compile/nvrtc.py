@@ -111,11 +111,20 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(f"sm_{number}" for number in numbers)
 
 
+def keeps_name(program: str) -> bool:
+    """Whether line information has a path of a source as it is, so that profilers open the file.
+
+    NVRTC writes octal numbers in place of what is not printable ASCII, and does not assemble line
+    information with a quotation mark.
+    """
+    return re.fullmatch(r"[ !#-~]*", program) is not None
+
+
 def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) -> NvrtcOutput:
     """Compiles one translation unit.
 
     Args:
-        program: the path that messages and line information give to the source.
+        program: the path that messages and line information give to the source; see `keeps_name`.
         arch: "sm_80", "sm_90a", ...
         options: NVRTC options besides `BASE_OPTIONS`.
 

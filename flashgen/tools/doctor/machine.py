@@ -23,7 +23,7 @@ from flashgen.version import __version__
 _SOURCE = 'extern "C" __global__ void nothing(int *x) { *x = 1; }'
 _VARIABLES = (
     *(config.arch, config.backend, config.batch_invariant, config.check_reads, config.trust),
-    *(config.emulator_order, config.emulator_sums, config.override),
+    *(config.emulator_order, config.emulator_sums, config.override, config.debug_level),
 )
 """What reads the variables that calls follow: a wrong value is an error of each call."""
 _TORCH = "https://pytorch.org/get-started/locally"
@@ -135,7 +135,7 @@ def inspect(driver: Any = None) -> MachineFacts:
         native=attempt(build.missing, "its settings are wrong"),
         gpus=gpus,
         no_gpu=no_gpu,
-        broken=tuple(broken),
+        broken=tuple(dict.fromkeys(broken)),
     )
 
 
