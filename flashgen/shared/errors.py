@@ -96,6 +96,10 @@ class FrozenError(SpecError, dataclasses.FrozenInstanceError):
     """A field of a value that does not change is set or deleted."""
 
 
+class UnhashableError(SpecError, TypeError):
+    """A value without a hash is a key. Helpers that remember results may then compute them."""
+
+
 _PUBLIC = {
     "flashgen.frontends.distributed": "fg.distributed",
     "flashgen.frontends.flash_operators": "fg.integrations.torch",

@@ -161,6 +161,25 @@ def test_the_line_that_an_error_rewrites_means_what_was_meant(mod: Any) -> None:
         assert bool(evaluate(expr, {Q: q, K: k})) == mod(0, 0, q, k)
 
 
+def test_a_helper_that_remembers_results_computes_those_of_traced_values() -> None:
+    """As such helpers do with all arguments that have no hash."""
+    known: dict[Any, Any] = {}
+
+    def twice(x: Any) -> Any:
+        try:
+            return known.setdefault(x, 2 * x)
+        except TypeError:
+            return 2 * x
+
+    assert trace_mask(lambda b, h, q, k: twice(q) < k).expr == (2 * Q < K)
+
+
+def test_a_remembered_result_of_a_traced_value_is_refused_with_what_to_write() -> None:
+    twice = functools.cache(lambda x: 2 * x)
+    assert "without functools.cache" in refusal(lambda b, h, q, k: twice(q) < k).way_out
+    assert trace_mask(lambda b, h, q, k: twice.__wrapped__(q) < k).expr == (2 * Q < K)
+
+
 def test_a_number_of_numpy_may_be_returned() -> None:
     assert trace_mask(lambda b, h, q, k: np.bool_(True)).expr == sympy.true
     assert trace_score(lambda s, b, h, q, k: np.float32(0.5)).expr == sympy.Rational(1, 2)

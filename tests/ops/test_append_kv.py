@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen as fg
 import flashgen.calls.ops  # registers the operator
+from flashgen.calls.runtime.append_kv import PreparedAppend, prepare
+from flashgen.calls.runtime.arguments.new_rows import AppendOperands
 from tests.support.opchecks import passes_opcheck
 from tests.support.paged_caches import Appended, Cache, append_in_a_loop, cache_of, rows_of
 from tests.support.processes import run_python
@@ -270,6 +272,24 @@ def test_caches_share_storage_but_no_element_unless_values_are_the_same_columns_
         with pytest.raises(fg.InputError, match="would replace what is written") as error:
             fg.append_kv(k, rows, k_cache, v_cache, slot_mapping=slots)
         assert "v_cache has elements of k_cache" in error.value.numbers
+
+
+def test_rows_that_lie_behind_a_pool_of_caches_share_a_checked_call_wherever_they_are() -> None:
+    """A layer's caches begin in the middle of the pool, whose end is nearer than its size."""
+    count = 8 * 4 * 2 * 8 * 16  # layers, pages, heads, slots of a page and columns
+    memory = np.zeros(count + 4096, np.float32)
+    pool = torch.frombuffer(memory, dtype=torch.float32, count=count).view(8, 4, 2, 8, 16)
+    slots = torch.tensor([5, 9, 30])
+
+    def prepared(place: int, layer: int) -> PreparedAppend:
+        rows = torch.frombuffer(
+            memory, dtype=torch.float32, count=192, offset=4 * (count + place)
+        ).view(2, 1, 2, 3, 16)
+        caches = pool[layer], pool[layer - 1]
+        return prepare(AppendOperands(*rows, *caches, slot_mapping=slots), "emulator", "sm_80")
+
+    first = prepared(0, 6)
+    assert all(prepared(place, layer) is first for place in (0, 256, 3072) for layer in (4, 6, 7))
 
 
 @pytest.mark.parametrize(("change", "what", "argument"), WRONG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -221,6 +222,40 @@ def test_contents_that_change_in_place_are_read_again() -> None:
         positions[:, 10:] -= 10
         with pytest.raises(InputError, match="start again"):
             model(ids, position_ids=positions, use_cache=True)
+
+
+class OfDocuments(hf.LlamaForCausalLM):
+    """A model of a user that makes the mask of its packed samples by itself."""
+
+    first = 0
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        given = locals()
+        documents = (position_ids == 0).cumsum(-1)
+        causal = torch.ones(20, 20, dtype=torch.bool).tril()
+        mask = (documents[:, :, None] == documents[:, None, :]) & causal
+        mask[..., : self.first] = True  # what samples have in common
+        out = super().forward(
+            input_ids, position_ids=position_ids, attention_mask=mask[:, None], **options
+        )
+        assert given["input_ids"] is input_ids
+        return out
+
+
+def test_a_mask_of_a_model_s_own_may_keep_samples_apart() -> None:
+    batch, config = flattened(), tiny("llama").config
+    model, sdpa = (
+        OfDocuments._from_config(copy.deepcopy(config), attn_implementation=attention)
+        for attention in ("fg", "sdpa")
+    )
+    sdpa.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        found, expected = (each.eval()(**batch).logits for each in (model, sdpa))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        model.first = 2
+        with pytest.raises(InputError, match="does not keep its samples apart") as error:
+            model(**batch)
+    assert "attention_mask [batch, 1, rows, rows]" in error.value.way_out
 
 
 def call(

@@ -215,7 +215,8 @@ def _check_packed(mask: Any, positions: Any, sizes: tuple[int, ...]) -> None:
     elif mask is not None and not compiling:
         of_model, padding = inputs_of_forward(outermost=True)
         if padding is None or (isinstance(padding, Tensor) and padding.dim() == 2):
-            check_positions(of_model, padding, (), sizes)  # a model that makes its mask by itself
+            # A model that makes its mask by itself.
+            check_positions(of_model, padding, (), sizes, mask)
 
 
 def _without_mask(module: torch.nn.Module, is_causal: bool | None, sizes: tuple[int, ...]) -> str:

@@ -31,6 +31,9 @@ _PACK = "samples of one row would attend to each other"
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By tensor of boundaries: the version of its contents, and its elements."""
 
+_OF_FRAME = 3
+"""The references to a dictionary that only a frame holds: its own, a name's and an argument's."""
+
 
 def sequences_of(
     options: dict[str, Any], sizes: tuple[int, ...], mask: str, divided: bool
@@ -140,7 +143,9 @@ def inputs_of_forward(outermost: bool = False) -> tuple[Tensor | None, Any]:
             names = frame.f_locals
             positions, mask = names.get("position_ids"), names.get("attention_mask")
             of_model = isinstance(names.get("self"), PreTrainedModel)
-            if isinstance(names, dict):  # up to Python 3.12 a copy, which would keep all tensors
+            # Up to Python 3.12 a dictionary of the frame, which would keep all tensors; it is also
+            # what `locals` has returned to the function.
+            if isinstance(names, dict) and sys.getrefcount(names) == _OF_FRAME:
                 names.clear()
             if isinstance(positions, Tensor) and (of_model or not outermost):
                 found = positions, mask
@@ -151,7 +156,11 @@ def inputs_of_forward(outermost: bool = False) -> tuple[Tensor | None, Any]:
 
 
 def check_positions(
-    positions: Any, padding: Tensor | None, read: tuple[Tensor, ...], sizes: tuple[int, ...]
+    positions: Any,
+    padding: Tensor | None,
+    read: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    elements: Tensor | None = None,
 ) -> None:
     """Refuses positions of packed sequences that the mask does not keep apart.
 
@@ -160,10 +169,11 @@ def check_positions(
         padding: bool [batch, positions], False for padding; None without padding.
         read: the tensors that the mask reads.
         sizes: batch, heads, queries and keys.
+        elements: the mask itself, where it is a tensor.
 
     Raises:
         InputError: the positions start again within a row, and the mask has no numbers of
-            sequences.
+            sequences, and no elements that keep them apart.
     """
     batch, _, rows, _ = sizes
     if not isinstance(positions, Tensor) or positions.dim() != 2 or rows < 2:
@@ -183,6 +193,8 @@ def check_positions(
         return
     if not begins.any():
         return
+    if elements is not None and _keeps_apart(elements, begins, padding, sizes):
+        return
     packs = find_packed_sequence_indices(positions.expand(batch, -1))
     apart = packs is not None and any(torch.equal(packs, x) for x in numbers_like)
     if padding is not None or not apart:
@@ -192,8 +204,29 @@ def check_positions(
             numbers=f"{int(begins.sum(-1).max()) + 1} sequences in {rows} rows: {_PACK}",
             way_out="cu_seq_lens_q and cu_seq_lens_k of DataCollatorWithFlattening for one row; or "
             "use_cache=False and no attention_mask, where the model's mask reads position_ids; or "
-            "each sample in a row of its own",
+            "each sample in a row of its own; or an attention_mask [batch, 1, rows, rows]",
         )
+
+
+def _keeps_apart(
+    mask: Tensor, begins: Tensor, padding: Tensor | None, sizes: tuple[int, ...]
+) -> bool:
+    """Whether a mask of a call without a cache lets no query attend to another sequence.
+
+    Args:
+        mask: bool or floating point, as `attention` takes it.
+        begins: bool [batch or 1, rows - 1], True where a row is the first of its sequence.
+        padding: whose queries may attend to anything.
+        sizes: batch, heads, queries and keys.
+    """
+    if sizes[2] != sizes[3] or mask.shape[2] != sizes[2]:
+        return False
+    numbers = torch.nn.functional.pad(begins.cumsum(-1), (1, 0)).to(mask.device)
+    others = numbers[:, None, :, None] != numbers[:, None, None, :]
+    if padding is not None:
+        others = others & padding.to(mask.device, torch.bool)[:, None, :, None]
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return not bool((seen[..., : sizes[3]] & others).any())
 
 
 def _refuse(name: str, what: str, numbers: str) -> NoReturn:

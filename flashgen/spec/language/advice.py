@@ -100,7 +100,8 @@ def for_key() -> str:
         searched = _searched(node) if isinstance(node, ast.Compare) else None
         if searched is not None:
             return searched
-    return for_index() or "fg.where(condition, a, b) to choose between values"
+    choice = "fg.where(condition, a, b) to choose between values; helpers without functools.cache"
+    return for_index() or choice
 
 
 def for_index() -> str | None:

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import sympy
 from sympy.core.relational import Relational
 
-from flashgen.spec.language.symbols import K, Q, is_condition
+from flashgen.shared.dtypes import POSITION_LIMIT
+from flashgen.spec.language.integer_limits import decided
+from flashgen.spec.language.lets import Let
+from flashgen.spec.language.symbols import K, Q, is_int
 from flashgen.spec.language.tensor_elements import Element
 
-_MOVED = sympy.Dummy("moved", integer=True)
-_POSITIONS = {each: sympy.Dummy(each.name, integer=True, nonnegative=True) for each in (Q, K)}
+_POSITIONS = dict.fromkeys((Q, K), (0, POSITION_LIMIT))
 
 
 def is_of_distances(expr: sympy.Basic) -> bool:
     """Whether a condition stays the same where query and key move by the same number.
 
-    Elements of tensors count as numbers of their own. False may be said of a condition that stays
-    the same but does not look so.
+    Positions are 0 or more. Elements of tensors count as numbers of their own. False may be said of
+    a condition that stays the same but does not look so.
     """
-    return _is_of_distances(expr.xreplace(_POSITIONS))  # so that q >= 0 is true
+    return _step(expr) == 0
 
 
-def _is_of_distances(expr: sympy.Basic) -> bool:
-    if not isinstance(expr, Relational) and is_condition(expr):
-        return all(map(_is_of_distances, expr.args))
-    if isinstance(expr, Relational) and not is_condition(expr.lhs):
-        expr = expr.lhs - expr.rhs
-    plain = expr.xreplace({each: sympy.Dummy(integer=True) for each in expr.atoms(Element)})
-    moved = plain.xreplace({each: each + _MOVED for each in _POSITIONS.values()})
-    return bool(moved == plain or sympy.expand(moved - plain) == 0)
+@lru_cache(maxsize=1 << 12)
+def _step(expr: sympy.Basic) -> sympy.Expr | None:
+    """By how much an expression grows where query and key move by 1; None if that is not known.
+
+    Wherever it is known, it stays the same from one move to the next.
+    """
+    if expr in (Q, K):
+        return sympy.S.One
+    if isinstance(expr, Let):
+        return _step(expr.value)
+    if isinstance(expr, Element):
+        return sympy.S.Zero
+    steps = [_step(arg) for arg in expr.args]
+    moving = [place for place, step in enumerate(steps) if step != 0]
+    if not moving:
+        return sympy.S.Zero
+    if isinstance(expr, Relational):
+        same = None not in steps and steps[0] == steps[1]
+        whole = is_int(expr.lhs) and is_int(expr.rhs)
+        same |= whole and decided(expr.func, expr.lhs, expr.rhs, _POSITIONS) is not None
+        return sympy.S.Zero if same else None
+    if None in steps:
+        return None
+    if isinstance(expr, sympy.Add):
+        return sympy.Add(*steps)
+    if isinstance(expr, sympy.Mul) and len(moving) == 1:
+        return expr / expr.args[moving[0]] * steps[moving[0]]
+    return None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import sympy
+from sympy.core.relational import Relational
 
 from flashgen.shared.dtypes import COUNT_LIMIT, ELEMENT_RANGES, POSITION_LIMIT, SCALAR_LIMIT
 from flashgen.spec.language.bit_functions import BitFunction
@@ -117,6 +118,27 @@ def _limits(
     if isinstance(expr, sympy.sign):
         return -1, 1
     raise TypeError(f"not an integer expression: {expr}")
+
+
+def decided(
+    kind: type[Relational],
+    a: sympy.Expr,
+    b: sympy.Expr,
+    known: Mapping[sympy.Symbol, Limits] | None = None,
+) -> bool | None:
+    """The truth of a comparison ``kind(a, b)`` of integers, where it is always the same.
+
+    ``known`` gives bounds of symbols, as for `limits`.
+    """
+    (a_lo, a_hi), (b_lo, b_hi) = limits(a, known), limits(b, known)
+    if kind not in (sympy.Eq, sympy.Ne):
+        one, other = bool(kind(a_lo, b_hi)), bool(kind(a_hi, b_lo))
+        if one == other:
+            return one
+    elif a_lo > b_hi or a_hi < b_lo:
+        return kind is sympy.Ne
+    difference = a - b
+    return bool(kind(difference, 0)) if difference.is_number else None
 
 
 KERNEL_BITS = 62

@@ -17,7 +17,7 @@ from flashgen.spec.language.float_operations import (
     negative,
     plain,
 )
-from flashgen.spec.language.integer_limits import KERNEL_BITS, limits, magnitude, too_large
+from flashgen.spec.language.integer_limits import KERNEL_BITS, decided, limits, magnitude, too_large
 from flashgen.spec.language.lets import contains
 from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.symbols import is_condition, is_int
@@ -147,7 +147,8 @@ def compare(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basi
     """``kind(a, b)``, of integers where both sides are."""
     if is_int(a) and is_int(b):
         # sympy would try in vain to decide it, which takes long.
-        return kind(a, b) if _is_decided(a, b) else kind(a, b, evaluate=False)
+        truth = decided(kind, a, b)
+        return kind(a, b, evaluate=False) if truth is None else sympy.sympify(truth)
     for x, literal, relation in ((a, b, kind), (b, a, MIRRORED[kind])):
         whole = _whole_bound(relation, plain(literal)) if is_int(x) else None
         if whole is not None:
@@ -170,12 +171,6 @@ def _whole_bound(
     if kind in (sympy.Lt, sympy.Le):
         return sympy.Le, sympy.floor(rounded)
     return (sympy.Ge, sympy.ceiling(rounded)) if kind in (sympy.Gt, sympy.Ge) else None
-
-
-def _is_decided(a: sympy.Expr, b: sympy.Expr) -> bool:
-    """Whether the ranges of two integers determine which one is greater."""
-    (a_lo, a_hi), (b_lo, b_hi) = limits(a), limits(b)
-    return a_lo >= b_hi or a_hi <= b_lo or (a - b).is_number
 
 
 _LARGEST_EXACT = 2**23

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Union
 import sympy
 
 from flashgen.shared.dtypes import FLOAT32_LEAST, FLOAT32_MAX, is_bool
+from flashgen.shared.errors import SpecError, UnhashableError
 from flashgen.spec.language import advice
 from flashgen.spec.language.float_functions import Abs
 from flashgen.spec.language.float_operations import NAN, AsFloat, negative
@@ -161,7 +162,8 @@ class Traced:
         )
 
     def __hash__(self) -> int:
-        self._no_value("a search in a set or a dictionary", advice.for_key())
+        what = "a search in a set, in a dictionary or in remembered results"
+        self._no_value(what, advice.for_key(), UnhashableError)
 
     def __float__(self) -> NoReturn:
         self._no_value("float() and the functions of math", advice.for_call())
@@ -190,11 +192,12 @@ class Traced:
     __matmul__ = __rmatmul__ = _without_value("@", "* for the product of two numbers")
     __contains__ = _without_value("in", "(x == a) | (x == b)")
 
-    def _no_value(self, use: str, way_out: str) -> NoReturn:
+    def _no_value(self, use: str, way_out: str, kind: type[SpecError] = SpecError) -> NoReturn:
         refuse(
             f"a traced value has no value yet: {use} cannot be used on it",
             numbers=f"value {python_text(self.expr)}",
             way_out=way_out,
+            kind=kind,
         )
 
 

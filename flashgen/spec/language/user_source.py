@@ -93,9 +93,9 @@ def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def refuse(what: str, *, numbers: str, way_out: str) -> NoReturn:
+def refuse(what: str, *, numbers: str, way_out: str, kind: type[SpecError] = SpecError) -> NoReturn:
     """Raises a SpecError that points at the user's line that is running now."""
-    raise SpecError(what, where=user_location(), numbers=numbers, way_out=way_out) from None
+    raise kind(what, where=user_location(), numbers=numbers, way_out=way_out) from None
 
 
 in_specs = called_by_users(SpecError, user_location)

@@ -86,15 +86,20 @@ class AppendOperands(NamedTuple):
     def distances(self) -> tuple[int | None, ...]:
         """The bytes between tensors on which `writes_columns` and `overlap` depend; None where
         their memory cannot overlap."""
-        places = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in self[:-1] if x is not None]
+        places = [
+            (x.data_ptr(), (memory := x.untyped_storage()).data_ptr() + memory.nbytes())
+            for x in self[:-1]
+            if x is not None
+        ]
         # k, the caches, and scales, which are the last where there are any.
         own = [places[0], *places[2:4], *(() if self.k_scale is None else places[-2:])]
-        between = [
-            (there - here, room if there >= here else other)
-            for here, room in own
-            for there, other in places
-        ]
-        return tuple([step if abs(step) < room else None for step, room in between])
+        return tuple(
+            [
+                there - here if there < end and here < other_end else None
+                for here, end in own
+                for there, other_end in places
+            ]
+        )
 
     @property
     def overlap(self) -> tuple[str, str] | None:
