@@ -198,13 +198,9 @@ class Peer:
         )
         own_lse = lse.float().numpy()
         of_rows = [self.rows(given), self.rows(dout), *map(self.numbers, (delta, own_lse, log2))]
-        block = 128 if self.head_dim == 64 else 64 if step == 64 else 80
-        of_grid = [Int(-(-padded // block)), Int(HEADS), Int(1), *divisor(1)]
-        launch(
-            self.ptx["bwd_pre"],
-            (-(-padded // block), HEADS, 1),
-            [*of_rows, self.numbers(sums), scales[1], *of_grid],
-        )
+        of_grid = [Int(tiles), Int(HEADS), Int(1), *divisor(1)]
+        args = [*of_rows, self.numbers(sums), scales[1], *of_grid]
+        launch(self.ptx["bwd_pre"], (tiles, HEADS, 1), args)
         blocks = -(-self.length // KEYS)
         maps = [self.tensor_map(x, n) for x, n in ((q, step), (k, KEYS), (v, KEYS), (dout, step))]
         maps += [self.tensor_map(x, KEYS) for x in (dk, dv)]
@@ -233,7 +229,7 @@ class Peer:
         launch(
             self.ptx["bwd_post"],
             (tiles, HEADS, 1),
-            [of_sums, of_dq, scales[1], np.int8(0), Int(tiles), Int(HEADS), Int(1), *divisor(1)],
+            [of_sums, of_dq, scales[1], np.int8(0), *of_grid],
         )
         works = (Work.of(each, problem.scores) for each in (forward, backward))
         return Results(*map(_values, (found, dq, dk, dv)), *works)

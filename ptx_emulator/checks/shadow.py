@@ -303,12 +303,15 @@ class SharedShadow:
         cluster, member = divmod(row, self.warps)
         others = (a.rows // self.warps == cluster) & (a.rows != row)
         seen = self.clocks.seen[cluster, a.rows % self.warps, member]
-        for one in self.releases[row]:
-            late = others & (seen >= one.last)
-            if one.covered is not None:
-                late &= seen < one.covered
-            for until in np.unique(seen[late]).tolist():
-                yield one, late & (seen == until), self._own(row, until)
+        for until in np.unique(seen[others]).tolist():
+            after = [
+                one
+                for one in self.releases[row]
+                if one.last <= until and (one.covered is None or until < one.covered)
+            ]
+            if after:
+                at, own = others & (seen == until), self._own(row, until)
+                yield from ((one, at, own) for one in after)
 
     def against_partial_releases(self, a: SharedAccess, stamps: Array) -> None:
         """Checks accesses against writes of lanes whose warps arrived without them."""

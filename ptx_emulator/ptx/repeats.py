@@ -276,12 +276,14 @@ class FailedWaits(NamedTuple):
 
 def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
     """Follows the failure of each wait through a kernel; loops that a wait ends do not fail."""
-    compared = Counter(found.of.reads for found in map(_compared, program.code) if found)
-    again = {reads for reads, times in compared.items() if times > 1}
-    _, before = _ways(program) if waits else ([], {})
     loose: set[int] = set()
     begins: dict[int, tuple[int, ...]] = {}
     ends: dict[int, tuple[int, ...]] = {}
+    if not waits:
+        return FailedWaits(frozenset(), begins, ends)
+    compared = Counter(found.of.reads for found in map(_compared, program.code) if found)
+    again = {reads for reads, times in compared.items() if times > 1}
+    _, before = _ways(program)
     for wait in waits:
         start = wait, _known_before(program, wait, before)
         failed = _after_failure(program, start, set(waits), again)

@@ -163,13 +163,15 @@ KERNEL(a_flag_of_one_lane_and_a_count_of_all, RaceError, some lanes of a warp ar
     out[T + 64 * blockIdx.x] = s[63 - T];                                       // BUG
     if (T == 32 && blockIdx.x == 0) data[0] = 2;
 }
+#define TWO_WARPS_READ \
+    if (T == 0) data[0] = 1; \
+    __syncthreads(); \
+    out[T] = data[0]; \
+    FIX(__syncthreads();) \
+    if (T == 32) { __threadfence(); swap(flag, 1); }
 KERNEL(a_flag_of_one_of_two_warps_that_read) ARGS {
     if (blockIdx.x == 0) {
-        if (T == 0) data[0] = 1;
-        __syncthreads();
-        out[T] = data[0];
-        FIX(__syncthreads();)
-        if (T == 32) { __threadfence(); swap(flag, 1); }
+        TWO_WARPS_READ
     } else if (T == 0) {
         while (!get_acquire(flag)) {}
         data[0] = 2;                                                            // BUG
@@ -177,11 +179,7 @@ KERNEL(a_flag_of_one_of_two_warps_that_read) ARGS {
 }
 KERNEL(a_read_after_a_flag_of_one_of_two_warps_that_read) ARGS {
     if (blockIdx.x == 0) {
-        if (T == 0) data[0] = 1;
-        __syncthreads();
-        out[T] = data[0];
-        FIX(__syncthreads();)
-        if (T == 32) { __threadfence(); swap(flag, 1); }
+        TWO_WARPS_READ
     } else if (T == 0) {
         while (!get_acquire(flag)) {}
         out[64] = data[0];
