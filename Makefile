@@ -132,10 +132,8 @@ release: $(RELEASE)/stamp $(VENV)/base.stamp
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 	$(BIN)/python -m tests.support.release dist "$(TORCH)" $(if $(PARTIAL),--partial)
 
-# gpu.py, compile_all.py and lines.py have targets of their own, and the flex scripts need Triton; the other
-# three do not measure.
-OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py lines.py flex_inductor.py flex_kernels.py peers.py report.py \
-	__init__.py)
+# gpu.py, compile_all.py and lines.py have targets of their own; the other three do not measure.
+OTHERS := $(addprefix benchmarks/,gpu.py compile_all.py lines.py peers.py report.py __init__.py)
 
 bench: $(VENV)/dev.stamp
 	for file in $(filter-out $(OTHERS),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -35,8 +35,6 @@ from benchmarks.sass import (  # noqa: E402
 )
 from flashgen.kernels.pipeline import Build  # noqa: E402
 
-EVERY = 1 << 10  # a loop with a thousandth of the products: any that has one
-
 # The lines of the source in front of blocks that only some tiles execute.
 MASK = (
     "if (!full_tile) {",
@@ -111,7 +109,7 @@ def work_of(built: Build, listing: str | None = None) -> Work:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     loops = [main_loop(listing, around_passes=plan.passes > 1)]
     if plan.column_warps > 1 and plan.code_path.copies_by_tma:
-        loops = product_loops(listing, share=EVERY)
+        loops = product_loops(listing)
     parts = [_parts_of_loop(built, loop) for loop in loops]
     full, mask, rescale, search, dead = (
         tuple(i for block in blocks for i in block) for blocks in zip(*parts, strict=True)

@@ -133,23 +133,17 @@ def main_loop(listing: str, *, around_passes: bool = False) -> Loop:
     return graph.loop(min(large, key=lambda head: len(graph.loops[head][0])))
 
 
-def product_loops(listing: str, *, share: int = 2) -> list[Loop]:
-    """All innermost loops with many tensor-core instructions.
+def product_loops(listing: str) -> list[Loop]:
+    """All innermost loops with tensor-core instructions, in the order of their addresses.
 
-    In the order of their addresses: a kernel may have one loop for masked tiles and one for others,
-    or loops of warps with different work.
-
-    Args:
-        share: 2 for loops with at least half of the most tensor-core instructions of any loop, n
-            for those with an n-th.
+    A kernel may have one loop for masked tiles and one for others, or loops of warps with different
+    work.
 
     Raises:
         ValueError: no loop has a tensor-core instruction.
     """
     graph = _LoopGraph(listing)
-    products = graph.products()
-    large = {head for head, count in products.items() if share * count >= max(products.values())}
-    bodies = {head: graph.loops[head][0] for head in large}
+    bodies = {head: graph.loops[head][0] for head, count in graph.products().items() if count}
     return [
         graph.loop(head)
         for head, body in sorted(bodies.items())

@@ -8,9 +8,11 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
+
 from benchmarks.suite import parts
 from benchmarks.suite.context import Context, Unusable
-from benchmarks.suite.device import KINDS, open_device, own_threads, versions
+from benchmarks.suite.device import KINDS, open_device, versions
 from benchmarks.suite.journal import Journal
 from benchmarks.suite.records import Stamp, Writer
 from benchmarks.suite.supervisor import RESTART, Budget, journal_of
@@ -28,7 +30,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.device == "emulator":
-        own_threads(1)
+        torch.set_num_threads(1)  # several processes share few cores
     journal = Journal(journal_of(options.work, options.part))
     try:
         device = open_device(options.device)

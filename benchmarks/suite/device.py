@@ -5,7 +5,6 @@ Both have the same methods, so that a dry run executes the code of a run on a GP
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -210,8 +209,3 @@ def versions() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "; ".join([*found, f"python {platform.python_version()}"])
-
-
-def own_threads(count: int) -> None:
-    """Bounds torch's threads on the CPU, where several processes share few cores."""
-    torch.set_num_threads(max(1, min(count, os.cpu_count() or 1)))

@@ -67,13 +67,13 @@ def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str,
         "tokens",
         "bytes",
         "loglog",
-        _lines(memory, "line", lambda r: _setting(r, "seq"), "value"),
+        _lines(memory, "line", _length, "value"),
     )
     return found
 
 
-def _setting(row: Row, name: str) -> str:
-    return dict(word.split("=", 1) for word in row["setting"].split() if "=" in word)[name]
+def _length(row: Row) -> str:
+    return dict(word.split("=", 1) for word in row["setting"].split() if "=" in word)["seq"]
 
 
 def _lines(rows: Iterable[Row], line: str, x: Callable[[Row], str], y: str) -> Lines:

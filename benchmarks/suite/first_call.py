@@ -17,7 +17,7 @@ import torch
 from benchmarks.suite.cases import Case, make
 from benchmarks.suite.check import make_inputs
 from benchmarks.suite.contenders import Contender, contenders
-from benchmarks.suite.device import KINDS, Device, open_device, own_threads
+from benchmarks.suite.device import KINDS, Device, open_device
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     options = parser.parse_args()
     if options.device == "emulator":
-        own_threads(1)
+        torch.set_num_threads(1)  # several processes share few cores
     device = open_device(options.device)
     case = make(
         "compile", options.spec, *(1, 2, 2, options.seq, options.seq, options.head_dim), key=True

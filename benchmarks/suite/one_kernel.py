@@ -26,7 +26,7 @@ from benchmarks.suite.cases import make
 from benchmarks.suite.check import make_inputs
 from benchmarks.suite.contenders.flash_attention import FlashAttention
 from benchmarks.suite.contenders.ours import spec_of
-from benchmarks.suite.device import KINDS, open_device, own_threads
+from benchmarks.suite.device import KINDS, open_device
 from flashgen.kernels.pipeline import Build
 from flashgen.shared.errors import CompileError
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for texts and machine code")
     options = parser.parse_args()
     if options.device == "emulator":
-        own_threads(1)
+        torch.set_num_threads(1)  # several processes share few cores
     every = itertools.product(options.spec, options.head_dim)
     print(json.dumps([row for problem in every for row in ran(options, *problem)]))
 

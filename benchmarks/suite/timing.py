@@ -40,11 +40,11 @@ class _Entry:
     method: str
 
 
-def sets_needed(bytes_per_set: int, l2_bytes: int, most: int = 32) -> int:
+def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:
     """The number of sets of inputs to rotate among, so that none is in L2 when it is used again."""
     if l2_bytes == 0 or bytes_per_set >= 3 * l2_bytes:
         return 1 if l2_bytes == 0 else 2
-    return min(most, math.ceil(3 * l2_bytes / max(1, bytes_per_set)) + 1)
+    return min(32, math.ceil(3 * l2_bytes / max(1, bytes_per_set)) + 1)
 
 
 def measure(

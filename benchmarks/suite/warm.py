@@ -23,7 +23,7 @@ from benchmarks.suite.contenders.flash_attention import FlashAttention
 from benchmarks.suite.contenders.flashinfer import FlashInfer
 from benchmarks.suite.contenders.flex import flexes
 from benchmarks.suite.contenders.ours import flashgens, spec_of
-from benchmarks.suite.device import KINDS, first_line, open_device, own_threads
+from benchmarks.suite.device import KINDS, first_line, open_device
 from flashgen.kernels.pipeline import build, build_backward
 
 PROCESSES = 10
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--device", choices=KINDS, required=True)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    own_threads(1)
+    torch.set_num_threads(1)  # several processes share few cores
     device = open_device(options.device)
     cases = tiny_list() if options.tiny else full_list()
     archs = list(dict.fromkeys(contender.arch for contender in flashgens(device)))

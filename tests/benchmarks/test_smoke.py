@@ -16,28 +16,22 @@ from tests.support.processes import run_python
 from tests.support.tiers import slow
 
 SCRIPTS = {
-    "batch_invariance.py": "",
     "build.py": "specs/full.py",
     "cpu.py": "--length 64 --heads 2 --rounds 1 --calls 2",
     "compile_all.py": "--arch sm_90a specs/full.py",
     "instructions.py": "--head-dim 64 specs/full.py",
     "lines.py": "",
     "overhead.py": "--calls 2 --rounds 2",
-    "ranking.py": "--head-dims 32 --length 64 --every 30 --output OUT/ranking.json",
     "report.py": "",
-    "transformers_overhead.py": "--calls 2 --rounds 2",
     "work_per_score.py": "--variants=full --head-dims=128 --output=OUT/work.json",
 }
-# The parts of ranking.py and work_per_score.py have tests of their own, compile_all.py is the test
-# of every release of NVRTC, lines.py reads all files, and the others measure times.
+# The parts of work_per_score.py have tests of their own, compile_all.py is the test of every
+# release of NVRTC, lines.py reads all files, and the others measure times.
 SLOW = (
-    "batch_invariance.py",
     "build.py",
     "compile_all.py",
     "lines.py",
     "overhead.py",
-    "ranking.py",
-    "transformers_overhead.py",
     "work_per_score.py",
 )
 ELSEWHERE = {
@@ -45,9 +39,6 @@ ELSEWHERE = {
     "gpu.py": "test_dry.py",
     "emulator.py": "below",
     "fit_duration.py": "test_fit_duration.py",
-    "fp8_products.py": "test_fp8_products.py",
-    "flex_inductor.py": "test_flex_kernels.py",
-    "flex_kernels.py": "test_flex_kernels.py",
     "peer_kernels.py": "test_peer_kernels.py",
     "peers.py": "test_peers.py",
     "statistic_bytes.py": "test_statistic_bytes.py",
@@ -70,7 +61,7 @@ def test_a_benchmark_runs_on_the_smallest_sizes(
     monkeypatch.chdir(ROOT)
     # Given back afterwards: compile_all.py turns the cache off.
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", os.environ["FLASHGEN_CACHE_DIR"])
-    if script.endswith("overhead.py"):  # it pretends that there is a GPU
+    if script == "overhead.py":  # it pretends that there is a GPU
         print(run_python(f"benchmarks/{script}", *arguments, status=(0, 1)).stdout)
     else:
         with contextlib.suppress(SystemExit):

@@ -10,7 +10,7 @@ import pytest
 
 import flashgen as fg
 from benchmarks.instructions import Work, work_of
-from benchmarks.sass import instructions, listing_of, waiting_exponentials
+from benchmarks.sass import instructions, listing_of, main_loop, waiting_exponentials
 from benchmarks.work_per_score import (
     HEAD_DIMS,
     RECORD,
@@ -298,3 +298,32 @@ def test_the_machine_code_is_as_planned_everywhere(
 )
 def test_every_recorded_figure_is_of_the_kernels_that_are_built_now(name, head_dim) -> None:
     check_record(name, head_dim)
+
+
+LEFT_BY_CALL = """
+	.section	.text.kernel
+.L_x_0:
+        /*0000*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+.L_x_1:
+        /*0010*/                   FADD R1, R1, R2 ;
+        /*0020*/              @P0  CALL.REL.NOINC `(.L_x_2) ;
+        /*0030*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   FADD R1, R1, R2 ;
+        /*0050*/              @P1  BRA `(.L_x_0) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_a_loop_that_ptxas_leaves_by_a_call_is_a_loop_inside_the_main_loop() -> None:
+    loop = main_loop(LEFT_BY_CALL)
+    assert [[i.base for i in inner] for inner in loop.inner] == [["FADD", "CALL", "BRA"]]
+    assert [i.base for i in loop.always] == ["HMMA", "FADD", "BRA"]
+
+
+@pytest.mark.slow
+@needs_nvdisasm
+def test_branches_of_the_score_function_count_in_every_tile() -> None:
+    work = work_of(fg.build(fg.load(spec_path("t5_bias")), "sm_80"))
+    assert not work.search  # there is no mask, hence no search for live tiles
+    assert work.per_score(work.full) > 40

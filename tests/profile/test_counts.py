@@ -13,11 +13,11 @@ import ptx_emulator as emulator
 from flashgen.calls.runtime.bound_kernel import span
 from flashgen.kernels.compile import compile
 from flashgen.kernels.pipeline import Build, build
-from flashgen.kernels.planner import backward_traffic, forward_traffic
+from flashgen.kernels.planner import backward_traffic, feasible, forward_traffic
 from flashgen.tools.cli.inputs import example_scalars
 from flashgen.tools.profile.kernel_profile import Profile
 from flashgen.tools.profile.prediction import LaunchPrediction
-from flashgen.tools.profile.run import profile_of
+from flashgen.tools.profile.run import profile_forward, profile_of
 from ptx_emulator.counters.recorder import SECTOR_BYTES
 from tests.support.parts_of_groups import divide_groups
 from tests.support.profiles import ROOT, all_kernels, forward, loaded, random_operands, tangents
@@ -50,6 +50,22 @@ def check_each(profiles: tuple[Profile, ...]) -> None:
 @pytest.mark.parametrize("name", [slow("full"), "causal"])
 def test_predicted_bytes_are_exactly_those_that_every_kernel_issues(name, sizes):
     check_bytes(loaded(name), sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_predicted_bytes_and_products_are_exact_in_tiles_that_are_not_chosen(head_dim):
+    spec = loaded("causal").replace(head_dim=head_dim, head_dim_v=head_dim)
+    operands = random_operands(spec, (1, 1, 1, 160, 160))
+    tiles = sorted({replace(plan.tile, blocks=1) for plan in feasible(spec, "sm_80")})[::5]
+    assert len(tiles) > 7
+    for tile in tiles:
+        _, (profile,) = profile_forward(
+            spec, *operands, arch="sm_80", tiles={"forward": tile}, split_size=0
+        )
+        check_each((profile,))
+        (products,) = [each for each in profile.work if each.name == "multiply-adds"]
+        assert products.counted == products.predicted
 
 
 @pytest.mark.slow
