@@ -249,10 +249,6 @@ def _random_state(rng: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
     return state.view(torch.uint64), q.new_empty((), dtype=torch.int64).view(torch.uint64)
 
 
-def _drawn(dropout_p: float, q: Tensor) -> Tensor | None:
-    return draw_rng(dropout_p, q.device)
-
-
 def _kept_state(dropout_p: float, state: Tensor) -> Tensor | None:
     return state.view(torch.int64) if dropout_p > 0 else None
 
@@ -274,7 +270,7 @@ def _sdpa_forward(
     """q, k, v are [batch, heads, seq, head_dim]."""
     more["return_debug_mask"] = return_debug_mask or None
     _refuse(_not_served(query, value, dropout_p, scale, more))
-    rng = _drawn(dropout_p, query)
+    rng = draw_rng(dropout_p, query.device)
     window = _Window.of(is_causal)
     call = _Call.of(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
     out, lse = call.forward()
@@ -356,7 +352,7 @@ def _flash_forward(
     more["return_debug_mask"] = return_debug_mask or None
     more["num_splits"] = num_splits if num_splits not in (None, 0, 1) else None
     _refuse(_not_served(query, value, dropout_p, scale, more))
-    rng = _drawn(dropout_p, query)
+    rng = draw_rng(dropout_p, query.device)
     call = _flash_call(
         (query, key, value),
         (cum_seq_q, cum_seq_k),

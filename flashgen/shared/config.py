@@ -49,6 +49,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flashgen.shared.dtypes import number_of_digits
 from flashgen.shared.errors import FlashgenError, called_by_users
 
 BACKENDS = ("gpu", "emulator", "tiled")
@@ -106,6 +107,14 @@ def _one_of(name: str, accepted: tuple[str, ...]) -> str:
     return value
 
 
+def _switch(name: str) -> bool | None:
+    """Whether a variable that is 0 or 1 is 1; None when it is unset."""
+    value = _read(name)
+    if value not in (None, "0", "1"):
+        raise _refuse(name, str(value), "0 or 1")
+    return None if value is None else value == "1"
+
+
 def arch() -> str | None:
     """FLASHGEN_ARCH, such as "sm_90a", or None.
 
@@ -143,8 +152,8 @@ def split_backend(name: object) -> tuple[str, int | None] | None:
 
 def _order(text: str) -> int | None:
     """A seed of 32 bits; None if it is not one."""
-    digits = text.isascii() and text.isdecimal() and len(text) <= 10
-    return int(text) if digits and int(text) < 1 << 32 else None
+    number = number_of_digits(text, 10)
+    return number if number is not None and number < 1 << 32 else None
 
 
 def emulator_sums() -> str:
@@ -214,10 +223,7 @@ def check_reads() -> bool | None:
     Raises:
         FlashgenError: the value is neither 0 nor 1.
     """
-    value = _read("FLASHGEN_CHECK_READS")
-    if value is not None and value not in ("0", "1"):
-        raise _refuse("FLASHGEN_CHECK_READS", value, "0 or 1")
-    return None if value is None else value == "1"
+    return _switch("FLASHGEN_CHECK_READS")
 
 
 def batch_invariant() -> bool:
@@ -232,10 +238,7 @@ def batch_invariant() -> bool:
     found = _batch_invariant_of_program if found is None else found
     if found is not None:
         return found
-    value = _read("FLASHGEN_BATCH_INVARIANT")
-    if value not in (None, "0", "1"):
-        raise _refuse("FLASHGEN_BATCH_INVARIANT", str(value), "0 or 1")
-    return value == "1"
+    return _switch("FLASHGEN_BATCH_INVARIANT") is True
 
 
 def native() -> bool:
@@ -244,10 +247,7 @@ def native() -> bool:
     Raises:
         FlashgenError: the value is neither 0 nor 1.
     """
-    value = _read("FLASHGEN_NATIVE")
-    if value not in (None, "0", "1"):
-        raise _refuse("FLASHGEN_NATIVE", str(value), "0 or 1")
-    return value != "0"
+    return _switch("FLASHGEN_NATIVE") is not False
 
 
 class VariablesOfCalls(NamedTuple):
@@ -326,10 +326,11 @@ def debug_level() -> int:
     value = _read("FLASHGEN_DEBUG")
     if value is None:
         return 0
-    if not value.isdecimal() or int(value) >= len(DEBUG_STEPS):
+    number = number_of_digits(value)
+    if number is None or number >= len(DEBUG_STEPS):
         steps = ", ".join(f"{step} {name}" for step, name in enumerate(DEBUG_STEPS))
         raise _refuse("FLASHGEN_DEBUG", value, steps)
-    return int(value)
+    return number
 
 
 @called_by_users()

@@ -203,6 +203,11 @@ def real_number(value: object) -> float | None:
         return None
 
 
+def number_of_digits(text: str, most: int = 18) -> int | None:
+    """The whole number of a text of ASCII digits, ``most`` or fewer; None for other texts."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= most else None
+
+
 def _to_int32(value: object) -> int | None:
     if is_bool(value) or not hasattr(value, "__index__"):
         return None

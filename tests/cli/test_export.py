@@ -29,6 +29,7 @@ def test_wrong_options_end_with_an_error_in_four_lines(tmp_path: Path, windowed:
     for options in (
         ("--arch", "sm_70"),
         ("--heads-per-tile", "x"),
+        ("--heads-per-tile", "9" * 5000),
         ("--call", "window"),
         ("--call", "split_size+cu_seqlens_q"),
         ("--head-dim", "7"),
@@ -37,6 +38,7 @@ def test_wrong_options_end_with_an_error_in_four_lines(tmp_path: Path, windowed:
         assert done.exit_code == 2
         assert len(done.stderr.strip().splitlines()) >= 4
         assert "  try " in done.stderr
+        assert "a bug" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -49,6 +49,7 @@ def test_the_tiles_that_the_error_of_a_wrong_tile_names_are_taken() -> None:
         (("-o", "tiles.bmp"), "format"),
         (("-o", "no/such/folder/tiles.svg"), "folder"),
         (("--tile", "wide"), "not a tile"),
+        pytest.param(("--tile", f"{'9' * 5000}x16"), "not a tile", id="too many digits"),
         (("--shape", "1"), "not a shape"),
         (("--head", "7"), "does not have this head"),
         (("--kernel", "sideways"), "kernel"),

@@ -83,6 +83,7 @@ def test_without_a_home_the_error_names_the_variable(monkeypatch: pytest.MonkeyP
         ("FLASHGEN_DEBUG", "6", "5 PTX"),
         ("FLASHGEN_DEBUG", "-1", "0 nothing"),
         ("FLASHGEN_DEBUG", "yes", "2 timings"),
+        pytest.param("FLASHGEN_DEBUG", "9" * 5000, "2 timings", id="more digits than int() takes"),
         ("FLASHGEN_OVERRIDE", "no/such/file.cu", "existing .cu file"),
         ("FLASHGEN_OVERRIDE", "~nobody-of-this-name/file.cu", "that user has no home folder"),
         ("FLASHGEN_CACHE_DIR", "~nobody-of-this-name", "that user has no home folder"),
@@ -118,7 +119,7 @@ def test_debug_blocks_nest_and_end(
 
 def test_the_table_in_the_docstring_lists_what_is_read() -> None:
     source = Path(config.__file__).read_text()
-    read = set(re.findall(r'_(?:read|one_of)\("(FLASHGEN_\w+)"', source))
+    read = set(re.findall(r'_(?:read|one_of|switch)\("(FLASHGEN_\w+)"', source))
     documented = set(re.findall(r"^(FLASHGEN_\w+)", config.__doc__ or "", re.MULTILINE))
     assert read == documented
 

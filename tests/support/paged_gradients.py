@@ -13,7 +13,7 @@ from flashgen.calls.ops import run_forward
 from flashgen.calls.runtime.backward import prepare_queries
 from flashgen.calls.runtime.calls import _call_of
 from flashgen.calls.runtime.prepared_call import DerivativeOutcome
-from flashgen.shared.call import CallOptions, LaunchOptions, Operands, OutputGradients
+from flashgen.shared.call import CallOptions, LaunchOptions, OutputGradients
 from tests.support.judged import normal
 from tests.support.paged_calls import Paged
 
@@ -70,8 +70,9 @@ class PagedGradient:
         given = {"backend": "emulator", **self.of.how, **how}
         options = CallOptions(q_offset=self._offsets().get("q_offset", 0), **given)
         scalars = self.of.numbers.get("scalars")
+        tensors = {**tensors, **(changes or {})}
         program, operands, options = _call_of(
-            self.of.spec, Operands(q, k, v), options, scalars, {**tensors, **(changes or {})}
+            self.of.spec, (q, k, v), None, options, scalars, tensors
         )
         call = prepare_queries(program, operands, outputs, options, launch or LaunchOptions())
         (dq,), record = call.run(operands, outputs)

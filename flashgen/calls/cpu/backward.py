@@ -254,7 +254,7 @@ def _key_tile(
         else:
             torch.mul(scores, top, out=part.grouped(p))
         part.select(p, bits)
-        kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
+        kept = part.dropout_bits(rows, keys)
 
         # dS' = P * (dP - D + dLSE); the slope of a weight has the weight as a factor, or none.
         dropout_scale = problem.dropout_scale or 1.0

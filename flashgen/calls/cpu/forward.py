@@ -212,8 +212,7 @@ def _query_tile(
             of.select(p, bits)
         tile_sum = p.sum(-1, keepdim=True)
 
-        if problem.dropout_scale is not None:
-            of.select(p, of.dropout_bits(rows, keys))
+        of.select(p, of.dropout_bits(rows, keys))
         if problem.narrow is not None:
             p.copy_(p.to(problem.narrow))
         if row_max is None or row_sum is None:
@@ -272,8 +271,7 @@ def _weighted_tile(
             torch.maximum(sums, p.amax(-1, keepdim=True), out=sums)
         elif problem.spec.sums_weights:
             sums.add_(p.sum(-1, keepdim=True))
-        if problem.dropout_scale is not None:
-            of.select(p, of.dropout_bits(rows, keys))
+        of.select(p, of.dropout_bits(rows, keys))
         if problem.narrow is not None:
             p.copy_(p.to(problem.narrow))
         o.baddbmm_(p, v[:, keys])

@@ -198,10 +198,19 @@ class ChunkScores:
         return Modified(value, slope, tuple(zip(numbers, slopes, found, strict=True)))
 
     def pushed(
-        self, program: Program, rows: slice, keys: slice, scores: Tensor, tangents: Tensor
-    ) -> list[Tensor]:
-        """The results of a program of scores and their tangents, [pairs, rows, group, keys]."""
-        return self._run(program, rows, keys, scores, tangents)
+        self, program: Program, rows: slice, keys: slice, scores: Tensor, tangents: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The results of a program of scores and their tangents; None for tangents of 0.
+
+        Returns:
+            The first two results like the scores, [pairs, rows * group, keys]; and the others,
+            [pairs, rows, group, keys], of which views may repeat elements.
+        """
+        of = self.grouped(scores)
+        given = torch.zeros_like(of) if tangents is None else self.grouped(tangents)
+        t, way, *rest = self._run(program, rows, keys, of, given)
+        t, way = (x.expand(of.shape).reshape(scores.shape).contiguous() for x in (t, way))
+        return t, way, rest
 
     def mask_bits(self, rows: slice, keys: slice) -> Tensor:
         """All bits set where the mask is true, else 0, in the integer dtype of the scores' width.
@@ -234,9 +243,13 @@ class ChunkScores:
         """The bits of -inf where ``bits`` are 0, else 0."""
         return bits.bitwise_not().bitwise_and_(self._minus_infinity)
 
-    def dropout_bits(self, rows: slice, keys: slice) -> Tensor:
-        """All bits set where dropout keeps the element, else 0; [pairs, rows, group, keys]."""
-        assert self._rng is not None
+    def dropout_bits(self, rows: slice, keys: slice) -> Tensor | None:
+        """All bits set where dropout keeps the element, else 0; None where nothing is dropped.
+
+        The shape is [pairs, rows, group, keys].
+        """
+        if self._rng is None:
+            return None
         p, seed, offset = self._rng
         b, h = self.chunk.batch_and_head
         pairs = b * self.problem.heads + h + self.problem.first_head

@@ -208,14 +208,10 @@ def _scores(
     if made is None:
         return _Scores(s, way)
     program, numbers = made
-    given = torch.zeros_like(s) if way is None else way
-    found = part.pushed(program, rows, keys, part.grouped(s), part.grouped(given))
-    shape = part.grouped(s).shape
-    t, tangent = (x.expand(shape).reshape(s.shape).contiguous() for x in found[:2])
-    count = len(numbers)
-    pairs, places = found[4 : 4 + 2 * count], found[4 + 2 * count :]
+    t, tangent, (slope, of_slope, *found) = part.pushed(program, rows, keys, s, way)
+    pairs, places = found[: 2 * len(numbers)], found[2 * len(numbers) :]
     uses = map(_Use, numbers, pairs[::2], pairs[1::2], places)
-    return _Scores(t, tangent, found[2], found[3], tuple(uses))
+    return _Scores(t, tangent, slope, of_slope, tuple(uses))
 
 
 def _chunk(
@@ -271,7 +267,7 @@ def _tile(
     t, way, slope, of_slope, uses = _scores(part, moved, of, places, keys)
     bits = finite_bits(part, t, bits)
     top, mu = rows.top[:, here], rows.mu[:, here]
-    kept = part.dropout_bits(places, keys) if problem.dropout_scale is not None else None
+    kept = part.dropout_bits(places, keys)
 
     e = _dropped(part, rows.do[:, here] @ of.v[:, keys].mT, kept) - rows.delta[:, here]
     of_e = -rows.of_delta[:, here].expand(e.shape)

@@ -243,12 +243,7 @@ def _tangents_of_tile(
     group = part.problem.sizes.group
     here = slice(rows.start * group, rows.stop * group)
     s, moved = of.scores(here, keys, part.problem.scale)
-    if program is None:
-        return s, moved
-    given = torch.zeros_like(s) if moved is None else moved
-    t, found = part.pushed(program, rows, keys, part.grouped(s), part.grouped(given))
-    shape = part.grouped(s).shape
-    return tuple(x.expand(shape).reshape(s.shape).contiguous() for x in (t, found))  # type: ignore[return-value]
+    return (s, moved) if program is None else part.pushed(program, rows, keys, s, moved)[:2]
 
 
 def _query_tile(
@@ -275,7 +270,7 @@ def _query_tile(
         bits = finite_bits(part, t, bits)
         p = exp_(t - top)
         part.select(p, bits)
-        kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
+        kept = part.dropout_bits(rows, keys)
         if way is not None:
             part.select(way, bits)
             total = p.sum(-1, keepdim=True)
@@ -314,7 +309,7 @@ def _weighted_tile(
         keys = slice(run.start, run.stop)
         bits = None if run.full else part.mask_bits(rows, keys)
         w, way = _tangents_of_tile(part, program, of, rows, keys)
-        kept = part.dropout_bits(rows, keys) if problem.dropout_scale is not None else None
+        kept = part.dropout_bits(rows, keys)
         if way is not None:
             part.select(way, bits)
             moved_sums = moved_sums + way.sum(-1, keepdim=True)

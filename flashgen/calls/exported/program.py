@@ -277,7 +277,7 @@ class ExportedProgram(CallProgram):
         arch = target.arch if path is None else path.taken
         of_all = (arch, 1, 0)
         records = (r for r in split.record.forward if (r.arch, r.heads, r.few_rows) == of_all)
-        return self._kernel(min(records, key=lambda r: r.drops).kernel).facts
+        return self.folder.kernel(min(records, key=lambda r: r.drops).kernel).facts
 
     def _path(self, target: Target, which: str) -> PathRecord | None:
         backward = which != "forward"
@@ -315,7 +315,7 @@ class ExportedProgram(CallProgram):
         call = request.call
         record, reason = self._of_heads(fitting, *call.sizes[:4], by_head=by_head)
         queries = call.queries_of_each(packed=self.signature.packed)
-        return self._kernel(self._of_rows(record, queries).kernel), reason
+        return self.folder.kernel(self._of_rows(record, queries).kernel), reason
 
     def _by_heads(self, arch: str, access_bytes: int, *, wide: bool) -> dict[int, ForwardRecord]:
         """The forward kernels for these calls, by query heads per tile."""
@@ -356,7 +356,7 @@ class ExportedProgram(CallProgram):
         if len(usable) < 2:
             reason = f"of {group} that share K and V: as exported" if group > 1 else ""
             return fitting[1], reason
-        rules = {heads: self._kernel(fitting[heads].kernel).facts for heads in usable}
+        rules = {heads: self.folder.kernel(fitting[heads].kernel).facts for heads in usable}
         rows = {heads: rules[heads].block_q for heads in usable}
         if self.signature.packed:
             seq_q = mean_length(seq_q, batch)
@@ -382,7 +382,7 @@ class ExportedProgram(CallProgram):
             if (record.drops, record.learns, record.arch, record.deterministic, record.wide) == (
                 *(self.drops, learns, arch, deterministic, wide),
             ):
-                return tuple(map(self._kernel, record.kernels))
+                return tuple(map(self.folder.kernel, record.kernels))
         self._refuse_missing("backward kernels", arch, 16, wide)
 
     def tangent(
@@ -396,13 +396,10 @@ class ExportedProgram(CallProgram):
         )
 
     def minmax_tables(self, arch: str) -> tuple[ExportedKernel, ...]:
-        return tuple(map(self._kernel, self.record.tables.get(arch, ())))
+        return tuple(map(self.folder.kernel, self.record.tables.get(arch, ())))
 
     def merge(self, arch: str) -> ExportedKernel:
-        return self._kernel(self.record.merge[arch])
-
-    def _kernel(self, number: int) -> ExportedKernel:
-        return self.folder.kernel(number)
+        return self.folder.kernel(self.record.merge[arch])
 
     def _is_wide(self, ranges: CallRanges) -> bool:
         """Whether a call is outside of all ranges for which 32-bit integers serve."""
@@ -456,7 +453,7 @@ def _times_of_runs(
     record = program._of_rows(of_all, queries)
     assert record.tile is not None, "a manifest with split keys has their tiles"
     return times_of_runs(
-        program._kernel(record.kernel).facts,
+        program.folder.kernel(record.kernel).facts,
         record.tile,
         sms or facts(arch).sms,
         *(sizes, splits, size),

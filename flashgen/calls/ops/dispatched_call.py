@@ -19,6 +19,7 @@ from flashgen.calls.runtime.arguments.call import check_traced
 from flashgen.calls.runtime.arguments.options import (
     check_probability,
     check_rng,
+    new_rng,
     refuse_dropout,
     scalar_value,
     scale_of,
@@ -73,7 +74,7 @@ def dispatched_call(
     if p is not None and rng is None and operator.dropout:
         if is_dtensor(q):
             refuse_drawn()
-        rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        rng = new_rng(q.device)
     check_choices(options.backend, options.arch, options.deterministic)
     if not _is_open(options.split_size, int, torch.SymInt):
         split_number(options.split_size)

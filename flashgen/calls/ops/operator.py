@@ -197,9 +197,8 @@ class Operator:
         moving: Tangents,
         options: CallOptions,
     ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor]
-        found = self._dispatch_moving(self.overload_tangent, operands, results, moving, options)
-        return found
+        out, lse = self._dispatch_moving(self.overload_tangent, operands, results, moving, options)
+        return out, lse
 
     def dispatch_backward_tangent(
         self,
@@ -210,10 +209,8 @@ class Operator:
         options: CallOptions,
     ) -> tuple[Tensor, ...]:
         results = *gradients, *of_gradients
-        found: tuple[Tensor, ...] = self._dispatch_moving(
-            self.overload_backward_tangent, operands, results, moving, options
-        )
-        return found
+        overload = self.overload_backward_tangent
+        return self._dispatch_moving(overload, operands, results, moving, options)
 
     def _dispatch_moving(
         self,
@@ -222,12 +219,13 @@ class Operator:
         results: Sequence[Any],
         moving: Tangents,
         options: CallOptions,
-    ) -> Any:
+    ) -> tuple[Tensor, ...]:
         q, k, v, captured, rng = operands
         p, scale, *floats = self.float_tensors(options)
         ways = [*moving[:3], *(moving.captured or (None,) * len(self.learned))]
         given = (q, k, v, *captured, *floats, ways, list(results), rng, p, scale)
-        return overload(*given, **self.keywords(options))
+        found: tuple[Tensor, ...] = overload(*given, **self.keywords(options))
+        return found
 
     # Direct calls.
 

@@ -443,5 +443,5 @@ def _check_traced_dropout(signature: CallSignature, rng: Any, p: Any, device: to
     if not signature.dropout and (p is not None or rng is not None):
         refuse_dropout(signature, "rng" if p is None else "dropout_p", p)
     if p is not None and rng is None:
-        refuse_no_rng(p)
+        refuse_no_rng("dropout", f"dropout_p {p}, ")
     check_rng(rng, device)

@@ -78,9 +78,7 @@ def run_forward(
     if rng is None and isinstance(q, Tensor) and (spec.dropout or draws):
         rng = new_rng(q.device) if draws else draw_rng(dropout_p, q.device)
     options = CallOptions(scale, q_offset, k_offset, backend, arch, None, split_size, (), dropout_p)
-    program, operands, options = _call_of(
-        spec, Operands(q, k, v, (), rng), options, scalars, tensors
-    )
+    program, operands, options = _call_of(spec, (q, k, v), rng, options, scalars, tensors)
     launch = LaunchOptions(sram, tiles or {}, blocks, check_memory, order_seed)
     call = forward.prepare(program, operands, options, launch)
     out, lse, *_, record = call.run(operands)
@@ -131,9 +129,7 @@ def run_backward(
     """
     numbers = scale, q_offset, k_offset, backend, arch, deterministic
     options = CallOptions(*numbers, dropout_p=dropout_p)
-    program, operands, options = _call_of(
-        spec, Operands(q, k, v, (), rng), options, scalars, tensors
-    )
+    program, operands, options = _call_of(spec, (q, k, v), rng, options, scalars, tensors)
     gradients = OutputGradients(out, lse, dout, dlse)
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
     call = backward.prepare(program, operands, gradients, options, launch)
@@ -180,9 +176,7 @@ def run_tangent(
         FlashgenError: planning, compiling or running failed.
     """
     options = CallOptions(scale, q_offset, k_offset, backend, arch, dropout_p=dropout_p)
-    program, operands, options = _call_of(
-        spec, Operands(q, k, v, (), rng), options, scalars, tensors
-    )
+    program, operands, options = _call_of(spec, (q, k, v), rng, options, scalars, tensors)
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
     call = tangent.prepare(program, operands, (out, lse), moving, options, launch)
     of_out, of_lse, record = call.run(operands, (out, lse), moving)
@@ -212,9 +206,7 @@ def check(
         InputError: for the first mistake; the error names the argument.
     """
     options = CallOptions(scale, q_offset, k_offset, dropout_p=dropout_p)
-    program, operands, options = _call_of(
-        spec, Operands(q, k, v, (), rng), options, scalars, tensors
-    )
+    program, operands, options = _call_of(spec, (q, k, v), rng, options, scalars, tensors)
     program = program.of_dtype(getattr(q, "dtype", None))
     call = check_call(program.signature, operands, options)
     size = split_number(split_size)
@@ -223,7 +215,8 @@ def check(
 
 def _call_of(
     spec: AttentionSpec,
-    operands: Operands,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rng: Tensor | None,
     options: CallOptions,
     scalars: Mapping[str, object] | None,
     tensors: Mapping[str, Tensor] | None,
@@ -247,4 +240,4 @@ def _call_of(
                     "numbers in scalars={...}, and captured tensors in tensors={...}",
                 )
     captures = {**tensors, **scalars}
-    return Call.of(program, variant, operands, options, captures)
+    return Call.of(program, variant, Operands(*qkv, (), rng), options, captures)

@@ -102,21 +102,8 @@ def checked(
     Raises:
         FlashgenError: an argument is invalid.
     """
-    method, shard, sharded, reduce_learned = divided
-    check_method(method)
-    if return_lse is not False and (return_lse is not True or not op.spec.is_softmax):
-        refuse_return_lse(return_lse)
-    if "return_aux" in captures:
-        refuse(
-            "a distributed call returns no statistics",
-            "return_aux",
-            "each rank sees some of the keys of its rows, and some of the queries of its keys",
-            "return_lse=True; or flashgen.attention on all keys, which method='all_to_all' divides "
-            "by heads",
-        )
-    if type(reduce_learned) is not bool:
-        what, numbers = "reduce_learned is neither True nor False", f"given {reduce_learned!r:.200}"
-        refuse(what, "reduce_learned", numbers, "reduce_learned=False beside FSDP or DDP")
+    method, shard, sharded, _ = divided
+    _check_switches(op, captures, divided, return_lse)
     q, k, v, rng = operands
     by_name: dict[str, Any] = {"q": q, "k": k, "v": v}
     check_local({**by_name, **captures})
@@ -134,21 +121,7 @@ def checked(
     captures |= zip(names, as_declared(signature, [captures[n] for n in names]), strict=True)
     check_own(signature, q, k, v)
     queries, keys = (sharding_of(shard, exchange.world, x.shape[2]) for x in (q, k))
-    for name, sharding, x in (("q", queries, q), ("k", keys, k)):
-        if x.shape[2] != (rows := sharding.rows(exchange.rank)):
-            refuse(
-                f"{name} does not have the rows of this rank's chunks",
-                name,
-                f"rank {exchange.rank}: {x.shape[2]} rows, its chunks have {rows}",
-                "the rows of the rank's chunks, one chunk behind the other",
-            )
-    if method == "all_to_all" and k.shape[1] % exchange.world:
-        refuse(
-            "all_to_all gives each rank some of the key heads",
-            "method",
-            f"{k.shape[1]} key heads, {exchange.world} ranks",
-            'method="all_gather" or "ring"',
-        )
+    _check_shares(exchange, method, (queries, keys), q, k)
     q_offset, k_offset = _offsets_of(op.spec, method, options, (queries, keys), sharded)
     sharded = check_sharded(exchange.rank, captures, sharded, (keys, queries))
     options = options._replace(
@@ -178,24 +151,73 @@ def checked(
     of_call = [tensor.name for tensor in signature.tensors]
     check_contents(signature, dict(zip(of_call, call.operands.captured, strict=True)), one, k)
     facts_of(call.program.target(options.backend, options.arch, q.device).arch)
-    dims = {name: dim for name, (dim, _) in sharded.items()} | dict.fromkeys("qkv", 2)
-    held = [str(sharding.rows(exchange.rank)) for sharding in (queries, keys)]
-    described = {name: _described(x, dims.get(name)) for name, x in (by_name | captures).items()}
+    asked = Asked(op, queries, keys, one, options, captures, sharded, rng, {})
+    return asked._replace(facts=_facts(exchange, asked, divided, by_name))
+
+
+def _check_switches(op: Any, captures: Mapping[str, Any], divided: Divided, lse: Any) -> None:
+    """Refuses options that no distributed call has; ``lse``: return_lse."""
+    check_method(divided.method)
+    if lse is not False and (lse is not True or not op.spec.is_softmax):
+        refuse_return_lse(lse)
+    if "return_aux" in captures:
+        refuse(
+            "a distributed call returns no statistics",
+            "return_aux",
+            "each rank sees some of the keys of its rows, and some of the queries of its keys",
+            "return_lse=True; or flashgen.attention on all keys, which method='all_to_all' divides "
+            "by heads",
+        )
+    given = divided.reduce_learned
+    if type(given) is not bool:
+        what, numbers = "reduce_learned is neither True nor False", f"given {given!r:.200}"
+        refuse(what, "reduce_learned", numbers, "reduce_learned=False beside FSDP or DDP")
+
+
+def _check_shares(
+    exchange: Exchange, method: str, shardings: tuple[Sharding, Sharding], q: Tensor, k: Tensor
+) -> None:
+    """Refuses operands that are not what this rank has of a divided call."""
+    for name, sharding, x in zip("qk", shardings, (q, k), strict=True):
+        if x.shape[2] != (rows := sharding.rows(exchange.rank)):
+            refuse(
+                f"{name} does not have the rows of this rank's chunks",
+                name,
+                f"rank {exchange.rank}: {x.shape[2]} rows, its chunks have {rows}",
+                "the rows of the rank's chunks, one chunk behind the other",
+            )
+    if method == "all_to_all" and k.shape[1] % exchange.world:
+        refuse(
+            "all_to_all gives each rank some of the key heads",
+            "method",
+            f"{k.shape[1]} key heads, {exchange.world} ranks",
+            'method="all_gather" or "ring"',
+        )
+
+
+def _facts(
+    exchange: Exchange, asked: Asked, divided: Divided, operands: dict[str, Tensor]
+) -> dict[str, str]:
+    """What all ranks have to ask for, in words; ``operands``: q, k and v of this rank."""
+    shard, whole = divided.shard, asked.whole
+    dims = {name: dim for name, (dim, _) in asked.sharded.items()} | dict.fromkeys("qkv", 2)
+    described = {n: _described(x, dims.get(n)) for n, x in (operands | asked.captures).items()}
     if exchange.world > 1 and exchange.device == "cpu":
         # Ranks that decide what travels by different contents would wait for one another.
-        for name in (decisive(op.spec) & captures.keys()) - sharded.keys():
-            described[name] += f", of contents {_contents(captures[name])}"
-    facts = {
-        "method": method,
-        "shard": shard if isinstance(shard, str) else str(keys.of_rank),
+        for name in (decisive(asked.op.spec) & asked.captures.keys()) - asked.sharded.keys():
+            described[name] += f", of contents {_contents(asked.captures[name])}"
+    held = [str(sharding.rows(exchange.rank)) for sharding in (asked.queries, asked.keys)]
+    options = asked.options._asdict()
+    return {
+        "method": divided.method,
+        "shard": shard if isinstance(shard, str) else str(asked.keys.of_rank),
         # Those of a list of chunks may differ.
         **({_ROWS: ", ".join(held)} if isinstance(shard, str) else {}),
-        "reduce_learned": str(reduce_learned),
-        **{name: str(value) for name, value in options._asdict().items() if name != "scalars"},
-        "heads": f"{one.first_head} of {one.heads}",
+        "reduce_learned": str(divided.reduce_learned),
+        **{name: str(value) for name, value in options.items() if name != "scalars"},
+        "heads": f"{whole.first_head} of {whole.heads}",
         **described,
     }
-    return Asked(op, queries, keys, one, options, captures, sharded, rng, facts)
 
 
 def _check_kinds(op: Any, operands: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from flashgen.spec.language.symbols import (
     Q,
     is_condition,
     is_int,
+    with_args,
 )
 from flashgen.spec.language.sympy_functions import Maximum, Minimum
 from flashgen.spec.language.tensor_elements import Element
@@ -233,10 +234,7 @@ def _with_distance(expr: sympy.Expr) -> sympy.Expr:
         return expr
     converts = isinstance(expr, FloatSum | FloatProduct | FloatQuotient | AsFloat)
     args = [(_distance(arg) if converts else None) or _with_distance(arg) for arg in expr.args]
-    if all(new is old for new, old in zip(args, expr.args, strict=True)):
-        return expr
-    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
-    return expr.func(*args, **options)
+    return with_args(expr, args)
 
 
 def _distance(expr: sympy.Expr) -> sympy.Expr | None:

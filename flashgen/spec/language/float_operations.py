@@ -21,7 +21,7 @@ from sympy.printing.precedence import PRECEDENCE
 
 from flashgen.spec.language.comparisons import FloatEqual, relation
 from flashgen.spec.language.float_functions import Log
-from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, is_int
+from flashgen.spec.language.symbols import BATCH, HEADS, SEQ_K, SEQ_Q, is_int, with_args
 from flashgen.spec.language.sympy_functions import RealFunction, unless
 
 
@@ -202,12 +202,9 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     if isinstance(expr, AsFloat | _FloatOperation):
         assert expr.form is not None
         return expr.form(*args)
-    if tuple(args) == expr.args:
-        return expr
     # Comparisons remain those of floats: sympy rewrites its own in a choice that is a power's base,
     # dividing by what stands beside the unknown, which is 0 where both sides are numbers.
-    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
-    return expr.func(*args, **options)
+    return with_args(expr, args)
 
 
 _INFINITY = sympy.Symbol("inf", positive=True)

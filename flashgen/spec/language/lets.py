@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import sympy
 
 from flashgen.spec.language.integer_limits import Limits, fits, limits
-from flashgen.spec.language.symbols import is_condition, is_int
+from flashgen.spec.language.symbols import is_condition, is_int, with_args
 from flashgen.spec.language.tensor_elements import Element
 
 LARGEST = 160
@@ -193,19 +193,12 @@ def substituted(expr: sympy.Basic, values: Mapping[Any, sympy.Basic]) -> sympy.B
 
 
 def replaced(expr: sympy.Basic, values: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Basic:
-    """``expr.xreplace(values)`` with the conditions of choices as they are written.
-
-    sympy would divide both sides of a comparison by a coefficient, which makes quotients of floats
-    of a comparison of integers.
-    """
+    """``expr.xreplace(values)`` with the conditions of choices as they are written."""
     found = dict(values)
 
     def rebuilt(expr: sympy.Basic) -> sympy.Basic:
         if expr not in found:
-            args = [rebuilt(arg) for arg in expr.args]
-            same = all(new is old for new, old in zip(args, expr.args, strict=True))
-            options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
-            found[expr] = expr if same else expr.func(*args, **options)
+            found[expr] = with_args(expr, [rebuilt(arg) for arg in expr.args])
         return found[expr]
 
     return rebuilt(expr)

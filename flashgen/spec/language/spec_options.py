@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flashgen.shared.dtypes import (
@@ -30,6 +30,9 @@ GENERIC_NAMES = (
     "__call__",
 )
 
+
+Mistake = tuple[str, str, str]
+"""What is wrong with a spec, the numbers, and the way out."""
 
 _ELSEWHERE = {
     "causal": "mask_mod=lambda b, h, q, k: q >= k",
@@ -82,23 +85,25 @@ def check_options(
 
 
 def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
-    mistakes: list[SpecError] = []
+    return [
+        SpecError(what, where=where, numbers=numbers, way_out=way_out)
+        for what, numbers, way_out in _mistakes(spec)
+    ]
 
-    def mistake(what: str, numbers: str, way_out: str) -> None:
-        mistakes.append(SpecError(what, where=where, numbers=numbers, way_out=way_out))
 
+def _mistakes(spec: AttentionSpec) -> Iterator[Mistake]:
     for option, value in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if value is None and option == "head_dim_v":
             continue
         nearest = _nearest_head_dim(value)
         if value is not nearest:
-            mistake(
+            yield (
                 f"{option} is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {HEAD_DIM_MAX}",
                 f"{option} {value!r}",
                 f"{option}={nearest}",
             )
     if spec.dtype is not None and dtype_name(spec.dtype) not in OPERAND_DTYPES:
-        mistake(
+        yield (
             "kernels do not support this dtype",
             f"dtype {str(spec.dtype)!r}; available: {', '.join(OPERAND_DTYPES)}",
             f'dtype="{_nearest_dtype(str(spec.dtype))}"',
@@ -106,7 +111,7 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
     scale = spec.scale
     number = isinstance(scale, numbers.Real) and not is_bool(scale)
     if scale is not None and not (number and 0 < scale < SCALE_LIMIT):
-        mistake(
+        yield (
             "scale is a positive number below 2^127",
             f"scale {scale!r}",
             "scale=None for 1 / sqrt(head_dim); a factor of any sign belongs in score_mod",
@@ -115,10 +120,10 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
         value = getattr(spec, option)
         if not isinstance(value, bool):
             what = f"{option} is True or False; {given_with_calls} of the call"
-            mistake(what, f"{option} {value!r}", f"{option}=True, and op(..., {arguments})")
+            yield what, f"{option} {value!r}", f"{option}=True, and op(..., {arguments})"
     if spec.paged is True and (spec.packed is True or spec.dropout is True):
         option = "packed" if spec.packed is True else "dropout"
-        mistake(
+        yield (
             f"a spec with paged=True cannot have {option}=True",
             f"paged {spec.paged!r}, packed {spec.packed!r}, dropout {spec.dropout!r}",
             "packed queries are an argument of the call: op(..., cu_seqlens_q=...)"
@@ -126,24 +131,24 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
             else "dropout=False: paged caches are for inference",
         )
     if spec.kv_dtype is not None:
-        mistakes += _mistakes_of_codes(spec, where)
+        yield from _mistakes_of_codes(spec)
     if spec.shared_kv is True:
-        mistakes += _mistakes_of_shared(spec, where)
+        yield from _mistakes_of_shared(spec)
     if spec.weight_mod is not None and spec.is_softmax:
-        mistake(
+        yield (
             "a weight_mod stands in place of the softmax's exponential",
             "weight_mod is given, normalize 'softmax'",
             'normalize="none", normalize="sum", or a Tensor with a divisor for each row',
         )
     if spec.sink is not None and spec.sink is not False and not spec.is_softmax:
-        mistake(
+        yield (
             "a sink is a logit of the softmax, which weights of another kind do not have",
             f"sink {spec.sink!r}, normalize {spec.normalize!r}",
             'sink=None, or normalize="softmax" without a weight_mod',
         )
     sparse = spec.block_sparse
     if sparse is not None and not isinstance(sparse, BlockSparse):
-        mistake(
+        yield (
             "block_sparse is a BlockSparse layout or None",
             f"given a {type(sparse).__name__}",
             "block_sparse=fg.BlockSparse(layout, block_q=64, block_k=64)",
@@ -151,80 +156,61 @@ def option_mistakes(spec: AttentionSpec, where: str) -> list[SpecError]:
     elif sparse is not None and sparse.chooses:
         for option in ("packed", "dropout", "kv_dtype"):
             if getattr(spec, option):
-                mistake(
+                yield (
                     f"queries that choose their keys cannot have {option}",
                     f"block_sparse {sparse!r}, {option} {getattr(spec, option)!r}",
                     f"{option}={False if option != 'kv_dtype' else None}; or a block layout "
                     "without lists: fg.BlockSparse(None, block_q=..., block_k=...)",
                 )
     if spec.name is not None and not _is_name(spec.name):
-        mistake(
+        yield (
             f"name is not an identifier of at most {MOST_LETTERS} characters, from which kernels "
             "and files are named",
             f"name {spec.name!r}",
             f"name={as_name(str(spec.name))!r}",
         )
-    return mistakes
 
 
-def _mistakes_of_codes(spec: AttentionSpec, where: str) -> list[SpecError]:
+def _mistakes_of_codes(spec: AttentionSpec) -> Iterator[Mistake]:
     """Why the caches of a spec cannot have codes of its kv_dtype."""
-    found = []
+    kv_dtype = repr(str(spec.kv_dtype))
     if dtype_name(spec.kv_dtype) not in CACHE_DTYPES:
-        found.append(
-            SpecError(
-                "caches do not hold codes of this dtype",
-                where=where,
-                numbers=f"kv_dtype {str(spec.kv_dtype)!r}; available: {', '.join(CACHE_DTYPES)}",
-                way_out=f'kv_dtype="{next(iter(CACHE_DTYPES))}"; or None for the dtype of q',
-            )
+        yield (
+            "caches do not hold codes of this dtype",
+            f"kv_dtype {kv_dtype}; available: {', '.join(CACHE_DTYPES)}",
+            f'kv_dtype="{next(iter(CACHE_DTYPES))}"; or None for the dtype of q',
         )
     if spec.paged is not True:
-        found.append(
-            SpecError(
-                "keys and values of 8 bits are those of a paged cache",
-                where=where,
-                numbers=f"kv_dtype {str(spec.kv_dtype)!r}, paged {spec.paged!r}",
-                way_out="paged=True: keys [batch, heads, seq, head_dim] are the pages of a cache "
-                "too, with page_table=torch.arange(batch, dtype=torch.int32)[:, None]",
-            )
+        yield (
+            "keys and values of 8 bits are those of a paged cache",
+            f"kv_dtype {kv_dtype}, paged {spec.paged!r}",
+            "paged=True: keys [batch, heads, seq, head_dim] are the pages of a cache too, with "
+            "page_table=torch.arange(batch, dtype=torch.int32)[:, None]",
         )
     if spec.dtype is not None and dtype_name(spec.dtype) == "float32":
-        found.append(
-            SpecError(
-                "codes of 8 bits are multiplied as elements of 16 bits",
-                where=where,
-                numbers=f"dtype 'float32', kv_dtype {str(spec.kv_dtype)!r}",
-                way_out='dtype="bfloat16" or dtype="float16"',
-            )
+        yield (
+            "codes of 8 bits are multiplied as elements of 16 bits",
+            f"dtype 'float32', kv_dtype {kv_dtype}",
+            'dtype="bfloat16" or dtype="float16"',
         )
-    return found
 
 
-def _mistakes_of_shared(spec: AttentionSpec, where: str) -> list[SpecError]:
+def _mistakes_of_shared(spec: AttentionSpec) -> Iterator[Mistake]:
     """Why keys and values of a spec cannot be one tensor."""
-    found = []
     dims = spec.head_dim, spec.head_dim_v
     if all(type(dim) is int for dim in dims) and dims[1] > dims[0]:  # type: ignore[operator]
-        found.append(
-            SpecError(
-                "the values of shared_kv are the first columns of the keys, which are fewer",
-                where=where,
-                numbers=f"head_dim {dims[0]}, head_dim_v {dims[1]}",
-                way_out=f"head_dim_v={dims[0]}, or shared_kv=False and two tensors",
-            )
+        yield (
+            "the values of shared_kv are the first columns of the keys, which are fewer",
+            f"head_dim {dims[0]}, head_dim_v {dims[1]}",
+            f"head_dim_v={dims[0]}, or shared_kv=False and two tensors",
         )
     if spec.kv_dtype is not None:
-        found.append(
-            SpecError(
-                "codes of 8 bits have scales of their own as keys and as values",
-                where=where,
-                numbers=f"shared_kv True, kv_dtype {str(spec.kv_dtype)!r}",
-                way_out="kv_dtype=None; or shared_kv=False with op(q, cache, cache[..., :"
-                f"{dims[1] or dims[0]}], k_scale=..., v_scale=...)",
-            )
+        yield (
+            "codes of 8 bits have scales of their own as keys and as values",
+            f"shared_kv True, kv_dtype {str(spec.kv_dtype)!r}",
+            "kv_dtype=None; or shared_kv=False with op(q, cache, cache[..., :"
+            f"{dims[1] or dims[0]}], k_scale=..., v_scale=...)",
         )
-    return found
 
 
 def _nearest_head_dim(value: object) -> int:

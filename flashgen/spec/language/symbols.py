@@ -6,6 +6,8 @@ numbers. Positions ``Q`` and ``K`` are global: local row + q_offset, local key +
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import sympy
 
 B = sympy.Symbol("b", integer=True, nonnegative=True)
@@ -78,3 +80,15 @@ def is_int(expr: sympy.Basic) -> bool:
 
 
 _INTEGER_CLOSED = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.sign)
+
+
+def with_args(expr: sympy.Basic, args: Sequence[sympy.Basic]) -> sympy.Basic:
+    """The expression with other arguments, with the conditions of choices as they are written.
+
+    sympy would divide both sides of a comparison by a coefficient, which makes quotients of floats
+    of a comparison of integers.
+    """
+    if all(new is old for new, old in zip(args, expr.args, strict=True)):
+        return expr
+    options = {"evaluate": False} if isinstance(expr, sympy.Piecewise) else {}
+    return expr.func(*args, **options)

@@ -11,6 +11,7 @@ from flashgen.calls.export import export as export_spec
 from flashgen.calls.export.c_source import c_name, why_no_sources
 from flashgen.calls.exported.manifest import PathRecord
 from flashgen.shared.arch import facts
+from flashgen.shared.dtypes import number_of_digits
 from flashgen.shared.errors import InputError
 from flashgen.tools.cli.arguments import ExportArguments
 from flashgen.tools.cli.console import busy, plural, say
@@ -74,15 +75,15 @@ def _archs(arguments: ExportArguments) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 128 for part in parts):
+    numbers = [number_of_digits(part.strip()) or 0 for part in text.split(",")]
+    if not all(0 < number <= 128 for number in numbers):
         raise InputError(
             "this is not a list of numbers of heads",
             where="option --heads-per-tile",
             numbers=f"given {text[:80]!r}",
             way_out="numbers up to 128, as in --heads-per-tile 1,4",
         )
-    return tuple(map(int, parts))
+    return tuple(numbers)
 
 
 def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[str, ...]) -> str:

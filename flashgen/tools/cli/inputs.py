@@ -11,7 +11,7 @@ from typing import Any
 
 from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
-from flashgen.shared.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES
+from flashgen.shared.dtypes import OPERAND_DTYPES, POSITION_LIMIT, SCALAR_DTYPES, number_of_digits
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable, load
@@ -110,13 +110,12 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
     Raises:
         InputError: another form.
     """
-    parts = [part.strip() for part in text.split(",")]
-    plain = all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts)
-    sizes = [int(part) for part in parts] if plain else []
-    if len(sizes) in (3, 5) and max(sizes) <= POSITION_LIMIT:
-        if len(sizes) == 3:
-            batch, heads, seq = sizes
-            return Shape(batch, heads, heads, seq, seq)
+    numbers = [number_of_digits(part.strip()) for part in text.split(",")]
+    sizes = [number for number in numbers if number is not None and number <= POSITION_LIMIT]
+    if len(numbers) == len(sizes) == 3:
+        batch, heads, seq = sizes
+        return Shape(batch, heads, heads, seq, seq)
+    if len(numbers) == len(sizes) == 5:
         return Shape(*sizes)
     raise InputError(
         "this is not a shape",
@@ -142,9 +141,10 @@ def parse_tile(text: str) -> tuple[int, int] | None:
     """
     if text == OWN_TILE:
         return None
-    rows, x, keys = text.partition("x")
-    if x and rows.isascii() and rows.isdecimal() and keys.isascii() and keys.isdecimal():
-        return int(rows), int(keys)
+    texts = text.split("x")
+    rows, keys = map(number_of_digits, texts) if len(texts) == 2 else (None, None)
+    if rows is not None and keys is not None:
+        return rows, keys
     raise InputError(
         "this is not a tile",
         where="option --tile",

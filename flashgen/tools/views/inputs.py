@@ -24,9 +24,9 @@ from flashgen.frontends.flex.traced_mods import CallSizes
 from flashgen.kernels.codegen import walk_of_kernel
 from flashgen.kernels.pipeline import analysed
 from flashgen.kernels.planner import plan, plan_backward
-from flashgen.shared.dtypes import POSITION_LIMIT
+from flashgen.shared.dtypes import POSITION_LIMIT, number_of_digits
 from flashgen.shared.errors import FlashgenError, InputError, SpecError
-from flashgen.shared.launch_facts import KEY_KERNELS
+from flashgen.shared.launch_facts import KEY_KERNELS, Sizes
 from flashgen.shared.random_numbers import RANDOM_STATE
 from flashgen.shared.signature import BOUNDARIES, CHOICE, LAYOUT_NAMES, LISTS, PAGE_NAMES
 from flashgen.spec.language.chosen_specs import with_layout as in_blocks
@@ -41,9 +41,6 @@ _NO_SCORES: dict[str, Any] = {
     "statistics": None,
 }
 """A spec without what reads scalars and tensors of no mask."""
-
-Sizes = tuple[int, int, int, int, int]
-"""batch, heads_q, heads_kv, seq_q and seq_k."""
 
 _FORMS = "(B, H, N), (B, Hq, Hkv, Nq, Nk), (Nq, Nk) or N"
 
@@ -227,9 +224,7 @@ def sizes_of(shape: Any) -> Sizes:
     """
     parts = shape
     if isinstance(shape, str):
-        parts = [part.strip() for part in re.split(r"[,x]", shape)]
-        if all(part.isascii() and part.isdecimal() and len(part) < 19 for part in parts):
-            parts = [int(part) for part in parts]
+        parts = [number_of_digits(part.strip()) for part in re.split(r"[,x]", shape)]
     elif isinstance(shape, Integral):
         parts = [shape]
     try:

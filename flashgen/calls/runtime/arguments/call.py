@@ -115,11 +115,9 @@ class Call(NamedTuple):
         dtype = _autocast_dtype(q) if autocast else None
         if dtype is not None:
             q = _cast(q, dtype)
-            if signature.shared_kv:
+            if signature.kv_dtype is None:
                 k = _cast(k, dtype)
-                v = values_of(signature, k, None)
-            elif signature.kv_dtype is None:
-                k, v = _cast(k, dtype), _cast(v, dtype)
+                v = values_of(signature, k, None) if signature.shared_kv else _cast(v, dtype)
             if signature.dtype is None:
                 dtype = None
         packs = signature.paged and BOUNDARIES[0] in captures

@@ -327,7 +327,7 @@ def dropout_of(signature: CallSignature, p: object, rng: object, device: torch.d
         refuse_dropout(signature, "dropout_p" if probability else "rng", probability)
     check_rng(rng, device)
     if probability and rng is None:
-        refuse_no_rng(probability)
+        refuse_no_rng("dropout", f"dropout_p {probability}, ")
     return probability
 
 
@@ -343,11 +343,11 @@ def refuse_dropout(signature: CallSignature, argument: str, p: object) -> NoRetu
     )
 
 
-def refuse_no_rng(p: object) -> NoReturn:
+def refuse_no_rng(what: str, numbers: str = "") -> NoReturn:
     refuse(
-        "dropout needs a random state",
+        f"{what} needs a random state",
         "argument rng",
-        f"dropout_p {p}, rng None",
+        f"{numbers}rng None",
         "rng=torch.tensor([seed, offset]); fg.attention(spec) draws one where rng is None",
     )
 
@@ -408,12 +408,7 @@ def state_of(rng: Tensor | None, q: object) -> Tensor:
         InputError: rng is not given, or is no seed and offset.
     """
     if rng is None:
-        refuse(
-            "fg.rand needs a random state",
-            "argument rng",
-            "rng None",
-            "rng=torch.tensor([seed, offset]); fg.attention(spec) draws one where rng is None",
-        )
+        refuse_no_rng("fg.rand")
     check_rng(rng, q.device if isinstance(q, Tensor) else torch.device("cpu"))
     return rng.contiguous().view(torch.int32)
 
