@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -183,3 +186,14 @@ def test_torch_compile_goes_around_it() -> None:
         wanted = layer(q[:, :, :length], k, v, table)
         assert torch.equal(out, wanted)
         assert torch.equal(*(torch.autograd.grad(x.sum(), table)[0] for x in (out, wanted)))
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+def test_numbers_that_a_mod_makes_need_no_values_of_the_call(fake: bool) -> None:
+    def halves(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        seen = q_idx.new_ones((), dtype=torch.bool) & (kv_idx < torch.tensor(7 + fake))
+        return torch.where(seen, score, -float("inf"))
+
+    with FakeTensorMode() if fake else nullcontext():
+        q = torch.zeros(1, 2, 20, 16, device="cpu" if fake else "meta")
+        assert fg.flex_attention(q, q, q, halves).shape == q.shape

@@ -88,6 +88,13 @@ def fake() -> Any:
         return torch.ones(2)
 
 
+def computed_under_fakes(unset: Any) -> bool:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(), unset():
+        return bool(torch.ones(2).sum() == 2)
+
+
 def inside(transform: Callable[..., Any], question: Callable[[Any], Any]) -> Any:
     """The answer to a question about the tensor that a transform of torch.func passes."""
     answers = []
@@ -304,6 +311,9 @@ USES = {
     "torch._subclasses.FakeTensor": Use(KNOW_FAKES, lambda kind: isinstance(fake(), kind)),
     "torch._subclasses.fake_tensor.is_fake": Use(
         KNOW_FAKES, lambda ask: ask(fake()) and not ask(ONE)
+    ),
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": Use(
+        "computes the numbers of mods also where a model has fake tensors", computed_under_fakes
     ),
     "torch._subclasses.functional_tensor.FunctionalTensor": Use(
         PROXIES, lambda kind: issubclass(kind, torch.Tensor)

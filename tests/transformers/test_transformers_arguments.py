@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers as hf
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.distributed import DistributedConfig
 from transformers.masking_utils import (
@@ -23,6 +25,7 @@ from transformers.masking_utils import (
 )
 
 from flashgen import FlashgenError, InputError, SpecError
+from flashgen.frontends.transformers import layers
 from flashgen.frontends.transformers.attention import attention
 from flashgen.frontends.transformers.masks import Mask, make_mask
 from flashgen.integrations import transformers as integration
@@ -293,8 +296,6 @@ def test_kinds_of_layers_that_are_new_in_a_graph_do_not_break_it() -> None:
 def test_a_compiled_model_without_an_earlier_call_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flashgen.frontends.transformers import layers
-
     monkeypatch.setattr(layers, "_names_of_masks", {})
     model = tiny("llama")
     graph = torch.compile(model.model("fg"), fullgraph=True, backend="eager")
@@ -483,6 +484,43 @@ def test_a_causal_layer_may_say_so_where_no_mask_is_needed() -> None:
 )
 def test_unknown_masks_are_refused(mask: Any, what: str) -> None:
     assert refused(what, mask=mask).way_out
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+@pytest.mark.parametrize("kind", ["causal", "padding", "packed"])
+def test_a_model_computes_shapes_of_tensors_without_values(
+    kind: str, fake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_names_of_masks", {})  # its masks are new
+
+    def logits() -> torch.Size:
+        device = "cpu" if fake else "meta"
+        model = tiny("gemma2").model("fg", layers=2)
+        model = model if fake else model.to(device)
+        ids = torch.zeros(1, 9, dtype=torch.int64, device=device)
+        given: dict[str, Any] = {}
+        if kind == "padding":
+            given["attention_mask"] = torch.ones_like(ids)
+        if kind == "packed":
+            ends = torch.zeros(3, dtype=torch.int32, device=device)
+            given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        shape: torch.Size = model(ids, **given).logits.shape
+        return shape
+
+    with FakeTensorMode() if fake else nullcontext():
+        assert logits() == (1, 9, 97)
+
+
+def test_a_mask_of_padding_with_three_dimensions_is_refused_with_a_way_out_that_works() -> None:
+    given = tiny("llama").inputs(length=6)
+    model = tiny("llama").model("fg", layers=1)
+    who = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    with torch.no_grad():
+        with pytest.raises(InputError, match="has two dimensions") as error:
+            model(given["input_ids"], attention_mask=who)
+        assert "(2, 6, 6)" in error.value.numbers
+        found = model(given["input_ids"], attention_mask=who[:, None]).logits
+        torch.testing.assert_close(found, model(given["input_ids"]).logits)
 
 
 def test_a_mask_for_other_sizes_is_refused() -> None:

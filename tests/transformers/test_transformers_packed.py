@@ -26,6 +26,7 @@ from flashgen import InputError
 from flashgen.frontends.transformers.attention import attention
 from flashgen.frontends.transformers.masks import make_mask
 from flashgen.frontends.transformers.packed import packed
+from flashgen.frontends.transformers.sequences import check_positions
 from flashgen.integrations import transformers as integration
 from tests.support.tiers import slow
 from tests.support.transformers_models import tiny
@@ -114,13 +115,14 @@ def test_packed_positions_that_a_model_does_not_give_its_mask_have_a_way_out_tha
 
 def without_positions_in_layers() -> dict[str, Any]:
     """Models whose layers get no positions. CTRL's mask does, and reads them without a cache; the
-    text model of Kosmos-2 makes a tensor of its own.
+    text model of Kosmos-2 makes a tensor of its own, and NeoMME repeats them for two axes.
     """
     sizes = {"vocab_size": 97, "pad_token_id": 0, "hidden_size": 32, "num_attention_heads": 2}
     sizes |= {"num_hidden_layers": 1, "intermediate_size": 48}
     distil = {"dim": 32, "n_heads": 2, "n_layers": 1, "hidden_dim": 48, "vocab_size": 97}
     modern = {**sizes, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
     kosmos = {"layers": 1, "embed_dim": 32, "attention_heads": 2, "ffn_dim": 48, "vocab_size": 97}
+    neo = {**sizes, "embedding_rank": 16, "num_key_value_heads": 2, "head_dim": 16}
     ctrl = {"n_embd": 32, "n_head": 2, "n_layer": 1, "dff": 48, "vocab_size": 97}
     return {
         "ctrl": (hf.CTRLLMHeadModel, hf.CTRLConfig(**ctrl)),
@@ -128,11 +130,12 @@ def without_positions_in_layers() -> dict[str, Any]:
         "bert": (hf.BertForMaskedLM, hf.BertConfig(**sizes)),
         "distilbert": (hf.DistilBertForMaskedLM, hf.DistilBertConfig(**distil)),
         "modernbert": (hf.ModernBertForMaskedLM, hf.ModernBertConfig(**modern)),
+        "neomme": (hf.NeoMMEForMaskedLM, hf.NeoMMEConfig(**neo, layer_types=["full_attention"])),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["bert", "kosmos2", slow("ctrl"), slow("distilbert"), "modernbert"]
+    "name", ["bert", "kosmos2", slow("ctrl"), slow("distilbert"), "modernbert", "neomme"]
 )
 def test_packed_positions_that_only_the_model_reads_are_refused(name: str) -> None:
     integration.register()
@@ -186,6 +189,64 @@ def test_positions_of_a_mask_are_those_of_the_model_that_makes_it() -> None:
     assert Outer()(packs).positions is None
     assert Outer()(packs, own).positions is own
     assert Outer()(packs, own).to("cpu").positions is own
+
+
+def of_axes(*parts: Any) -> Tensor:
+    """Positions with three axes: a number is so many rows of text, sizes are those of an image."""
+    rows, begin = [], 0
+    for part in parts:
+        if part == "next":
+            begin = 0
+            continue
+        sizes = (part,) if isinstance(part, int) else part
+        grid = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"))
+        rows.append(begin + grid.reshape(len(sizes), -1).expand(3, -1))
+        begin += max(sizes)
+    return torch.cat(rows, -1)[:, None]
+
+
+def test_packed_positions_with_several_axes_are_refused() -> None:
+    for parts in ((7, "next", 5), (3, (1, 4, 2), "next", 2, (2, 1, 3)), (4, "next", (1, 2, 2))):
+        positions = of_axes(*parts)
+        rows = positions.shape[-1]
+        with pytest.raises(InputError, match="start again"):
+            check_positions(positions, None, (), (1, 2, rows, rows))
+        with pytest.raises(InputError, match="start again"):
+            check_positions(positions, torch.ones(1, rows), (), (1, 2, rows, rows))
+    numbers = torch.tensor([[0] * 7 + [1] * 5])  # those of a mask that keeps the samples apart
+    check_positions(of_axes(7, "next", 5), None, (numbers,), (1, 2, 12, 12))
+
+
+def test_positions_of_images_with_several_axes_are_no_packed_ones() -> None:
+    slow_video = of_axes(3, (2, 2, 3), 2)
+    slow_video[0, 0, 3:9] = slow_video[0, 0, 3]  # frames of one point in time
+    # Qwen2.5-Omni begins and ends a video with sound by two tokens of one position each.
+    bounds = [torch.full((3, 1, 2), place) for place in (3, 29)]
+    frames, sound = of_axes((1, 2, 2)), of_axes(6)
+    with_sound = [of_axes(3), bounds[0], 4 + frames, 4 + sound, 24 + frames, 10 + sound, bounds[1]]
+    images = of_axes(2, (1, 4, 2), (3, 2, 2), 5), of_axes((1, 2, 2), 4)
+    for positions in (slow_video, torch.cat(with_sound, -1), *images):
+        rows = positions.shape[-1]
+        check_positions(positions, None, (), (1, 2, rows, rows))
+        check_positions(positions + 7, torch.ones(1, rows), (), (1, 2, rows, rows))
+
+
+def test_the_one_position_of_a_model_without_positions_is_no_packed_one() -> None:
+    config = hf.DecisionTransformerConfig(
+        state_dim=3, act_dim=2, hidden_size=32, n_head=2, n_layer=1, max_ep_len=9, n_positions=32
+    )
+    integration.register()
+    model = hf.DecisionTransformerModel._from_config(config, attn_implementation="fg").eval()
+    draw = torch.Generator().manual_seed(3)
+    sizes = {"states": 3, "actions": 2, "rewards": 1, "returns_to_go": 1}
+    given = {name: torch.randn(2, 5, size, generator=draw) for name, size in sizes.items()}
+    given |= {"timesteps": torch.arange(5).expand(2, 5)}
+    padding = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    with torch.no_grad():
+        found = model(**given, attention_mask=padding).action_preds
+        model.set_attn_implementation("eager")
+        expected = model(**given, attention_mask=padding).action_preds
+    torch.testing.assert_close(found[padding == 1], expected[padding == 1], atol=1e-4, rtol=1e-4)
 
 
 def test_packed_positions_beside_a_mask_without_padding_are_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flashgen.calls.ops import Attention, attention
 from flashgen.frontends.flex.aten import run
@@ -262,8 +263,12 @@ def trace(
     """
     notes = record.notes
     assert notes is not None, "lines and names are part of what is traced"
-    tracer = Tracer(record.key.device, bounds or {}, record.tensors, notes.names, run)
-    mask, score = replay(tracer, record, varying)
+    # Numbers that a mod makes have values, also where the tensors of the call have none.
+    device = record.key.device
+    device = torch.device("cpu") if device.type == "meta" else device
+    tracer = Tracer(device, bounds or {}, record.tensors, notes.names, run)
+    with unset_fake_temporarily():
+        mask, score = replay(tracer, record, varying)
     if mask is not None:
         _check_result("mask_mod", mask_mod, mask)
     if score is not None:

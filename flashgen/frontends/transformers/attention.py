@@ -285,8 +285,7 @@ def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
         return
     reading = reads(mask.name)
     each = zip(mask.lengths, given, (reading[0], reading[2], reading[3]), strict=True)
-    broadcast = [size == other or (size == 1 and not read) for size, other, read in each]
-    if not all(broadcast):
+    if any(size != other and read for size, other, read in each):
         raise InputError(
             "the mask was made for other sizes than those of the layer",
             where="argument attention_mask of the attention function",

@@ -139,8 +139,7 @@ class Mask(BlockMask):
         given = index if isinstance(index, tuple) else (index,)
         of_head = given[1:2] == (0,) and all(x == slice(None) for x in (given[0], *given[2:]))
         if of_head and self.elements is not None and self.bias is None:
-            of_keys = self.elements()[:, 0, :, : self.lengths[2]]
-            return of_keys.as_subclass(MaskOfHead)
+            return self._elements("its head")[:, 0].as_subclass(MaskOfHead)
         *leading, last = given
         rows = leading.pop() if len(given) == 4 and isinstance(leading[2], slice) else slice(None)
         whole = all(item == slice(None) or item is Ellipsis for item in leading)
@@ -153,6 +152,25 @@ class Mask(BlockMask):
                 cut = self if len(kept) == queries else self._of_rows(kept)
                 return cut._with(lengths=(batch, len(kept), len(range(keys)[last])))
         _refuse(f"mask[{index}]")
+
+    dtype = torch.bool
+    """That of the elements, by which speech models tell how to negate a mask."""
+
+    def __invert__(self) -> Tensor:
+        """Which keys are not attended to, bool [batch, 1, seq_q, seq_k].
+
+        For models that clear rows of padding before a convolution.
+        """
+        return ~self._elements("its negation")
+
+    logical_not = __invert__
+
+    def _elements(self, use: str) -> Tensor:
+        """The mask as a bool tensor [batch, 1, seq_q, seq_k]."""
+        if self.elements is None or self.bias is not None:
+            _refuse(use)
+        made: Tensor = self.elements()[..., : self.lengths[2]]
+        return made
 
     def __repr__(self) -> str:
         return f"<mask of flashgen, shape {self.shape}>"
@@ -184,7 +202,7 @@ def _refuse(use: str) -> NoReturn:
 
 
 _OPERATORS = (
-    *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg", "invert"),
+    *("sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "neg"),
     *("and", "rand", "or", "ror", "xor", "rxor", "lt", "le", "gt", "ge"),
 )
 
@@ -250,6 +268,14 @@ def make_mask(
     """
     _check_heads(options.get("config"))
     _check_layers(options.get("config"))
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise InputError(
+            "a mask of padding has two dimensions, and one of scores four",
+            where="argument attention_mask of the model",
+            numbers=f"{attention_mask.dtype}, shape {tuple(attention_mask.shape)}",
+            way_out="[batch, positions], 0 or False for padding; or [batch, 1, seq_q, seq_k], bool "
+            "or added to the scores",
+        )
     # A static cache advances its position in place before the first layer reads it.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()

@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
 
 from flashgen.frontends.transformers.layers import FULL, counts_from_row
 from flashgen.shared.errors import InputError
@@ -85,7 +85,7 @@ def sequences_of(
         )
     if torch.compiler.is_compiling():
         _assert_boundaries(of_q, of_k, sizes, mask == FULL)
-    else:
+    elif _has_values(of_q) and _has_values(of_k):
         _check_boundaries(of_q, of_k, sizes, mask == FULL)
     return _numbers(of_q, sizes[2]), _numbers(of_k, sizes[3])
 
@@ -115,6 +115,11 @@ def _assert_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_fu
         same = of_q.shape == of_k.shape
         holds = (of_q == of_k).all() if same else torch.zeros((), dtype=torch.bool)
         torch._assert_async(holds, "cu_seq_lens_q and cu_seq_lens_k differ beside a causal mask")
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether there is anything to read; a call on other tensors computes shapes alone."""
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def _values(tensor: Tensor) -> tuple[int, ...]:
@@ -165,7 +170,8 @@ def check_positions(
     """Refuses positions of packed sequences that the mask does not keep apart.
 
     Args:
-        positions: ``position_ids`` of the layer: int [batch or 1, seq_q], or anything else.
+        positions: ``position_ids`` of the layer: int [batch or 1, seq_q], also with axes in front,
+            or anything else.
         padding: bool [batch, positions], False for padding; None without padding.
         read: the tensors that the mask reads.
         sizes: batch, heads, queries and keys.
@@ -176,16 +182,21 @@ def check_positions(
             sequences, and no elements that keep them apart.
     """
     batch, _, rows, _ = sizes
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or rows < 2:
+    if not isinstance(positions, Tensor) or positions.dim() not in (2, 3) or rows < 2:
         return
-    if positions.shape[0] not in (1, batch) or positions.shape[1] != rows:
+    if positions.shape[-2] not in (1, batch) or positions.shape[-1] != rows:
         return
     if padding is not None and padding.shape[1] != rows:
         return  # a part of a sequence, whose other part is in a cache
-    begins = positions.diff(dim=-1) != 1
+    if not torch.compiler.is_compiling() and not _has_values(positions):
+        return
+    begins = _begins(positions)
     if padding is not None:
         real = padding.to(positions.device, torch.bool)
-        begins = begins & real[:, 1:] & real[:, :-1]  # positions of padding count from anywhere
+        # Positions of padding count from anywhere. A model without positions gives the same one
+        # everywhere, as Decision Transformer, and no row goes on then.
+        counted = (positions != positions[..., :1]).any()
+        begins = begins & real[:, 1:] & real[:, :-1] & counted
     numbers_like = [x for x in read if x.dtype == torch.int64 and x.shape == (batch, rows)]
     if torch.compiler.is_compiling():
         if not numbers_like:
@@ -195,8 +206,8 @@ def check_positions(
         return
     if elements is not None and _keeps_apart(elements, begins, padding, sizes):
         return
-    packs = find_packed_sequence_indices(positions.expand(batch, -1))
-    apart = packs is not None and any(torch.equal(packs, x) for x in numbers_like)
+    packs = torch.nn.functional.pad(begins.cumsum(-1), (1, 0)).expand(batch, -1)
+    apart = any(torch.equal(packs, x) for x in numbers_like)
     if padding is not None or not apart:
         raise InputError(
             "position_ids start again within a row, and the mask does not keep its samples apart",
@@ -206,6 +217,20 @@ def check_positions(
             "use_cache=False and no attention_mask, where the model's mask reads position_ids; or "
             "each sample in a row of its own; or an attention_mask [batch, 1, rows, rows]",
         )
+
+
+def _begins(positions: Tensor) -> Tensor:
+    """Whether a row is the first of a sequence, from the second on: bool [batch or 1, rows - 1].
+
+    With several axes only a return to the origin begins one: those of an image go back and forth,
+    and those of a video's frames and sound are taken in turns, with places that both have.
+
+    Args:
+        positions: int [batch or 1, rows], or [axes, batch or 1, rows].
+    """
+    if positions.dim() == 2:
+        return positions.diff(dim=-1) != 1
+    return (positions[:, :, 1:] <= 0).all(0)
 
 
 def _keeps_apart(
