@@ -8,7 +8,7 @@ DEVICE float read_table(const Params& p, int i) {
   return __ldg(p.c_table + offset);
 }
 
-// in sm_80 and sm_90a: forward, captured, captured_exact
+// in sm_80 and sm_90a: forward
 DEVICE float score_mod(const Params& p, float score, int q, int k) {
   const float score_plus_table_q_minus_k = score + read_table(p, q - k);
   return score_plus_table_q_minus_k * fast_sigmoid(score_plus_table_q_minus_k)

@@ -311,14 +311,14 @@ def rendered(
         **fields,
     )
     text, kept = used(simplified(text), params)
-    filename = f"{name}_{plan.arch}.cu"
+    text = within_columns(tidy(text))
     return Source(
         name,
-        filename,
-        within_columns(tidy(text)),
+        f"{name}_{plan.arch}.cu",
+        text,
         kept,
         plan,
-        spec_section,
+        tuple(function for function in spec_section if function in text),
         outlined,
         assumptions=assumptions,
     )
