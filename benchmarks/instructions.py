@@ -62,6 +62,7 @@ LAST = (
     "if (q_start + BOX_Q > p.seq_q || k_start + BLOCK_K > p.seq_k) {",
     "if (k_start + BLOCK_K > p.seq_k) {",
     "if (k_start + BOX_K > p.seq_k) {",
+    "if (!whole) {",
 )
 DIFFER = ("if (live >> 31) {",)
 
@@ -123,8 +124,10 @@ def _parts_of_loop(built: Build, loop: Loop) -> tuple[Block, Block, Block, Block
     plan, passes = built.plan, built.plan.passes
     masks, rescales, far = (_guarded(built.source.text, heads) for heads in (MASK, RESCALE, FAR))
     # Without a mask only the last tiles are mixed.
-    by_words = any(line in built.source.text for line in ("Range range[2];", "int DISTANCES ="))
-    rare = (*DIFFER, *LAST) if by_words else DIFFER
+    masks_more = any(
+        line in built.source.text for line in ("Range range[2];", "mask_mod(", "LAYOUT_Q")
+    )
+    rare = (*DIFFER, *LAST) if masks_more else DIFFER
     far |= _calls(built.source.text, SUBTRACT_FAR) | _guarded(built.source.text, rare)
     dead = _guarded(built.source.text, DEAD) - far
     of_near = _guarded(built.source.text, FAR, "} else {")

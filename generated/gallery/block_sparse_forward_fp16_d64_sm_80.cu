@@ -117,7 +117,7 @@ DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up,
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
 // The index that is nearest to i inside a dimension.
-DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
+DEVICE unsigned inside(int i, int size) { return max(min(i, size - 1), 0); }
 
 constexpr int LAYOUT_Q = 48;  // queries in a block of the layout
 constexpr int LAYOUT_K = 48;  // keys in a block of the layout

@@ -56,7 +56,7 @@ struct Params {
 
 // ---- the spec ----------------------------------------------------------------------------------
 // The index that is nearest to i inside a dimension.
-DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
+DEVICE unsigned inside(int i, int size) { return max(min(i, size - 1), 0); }
 
 // The spec's cu_seqlens_q: an index outside it means its nearest element.
 DEVICE int read_cu_seqlens_q(const Params& p, int i) {

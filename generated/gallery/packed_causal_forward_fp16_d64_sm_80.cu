@@ -91,12 +91,25 @@ struct Range { int lo, hi; };  // keys [lo, hi) from the first of the call
 #define UNARY(name, op) \
   DEVICE float name(float x) { float y; asm(op " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// For each lane of a warp what lane 4 * source + lane % 4 has.
+template <typename T> DEVICE T of_lane(const T& own, int source) {
+  unsigned words[(sizeof(T) + 3) / 4] = {};
+  memcpy(words, &own, sizeof(T));
+  UNROLL for (int i = 0; i < (sizeof(T) + 3) / 4; ++i) {
+    asm volatile("shfl.sync.idx.b32 %0, %0, %1, 0x31f, 0xffffffff;"
+                 : "+r"(words[i]) : "r"(4 * source));
+  }
+  T other;
+  memcpy(&other, words, sizeof(T));
+  return other;
+}
+
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
 // The index that is nearest to i inside a dimension.
-DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
+DEVICE unsigned inside(int i, int size) { return max(min(i, size - 1), 0); }
 
 constexpr int SPAN = 16;  // elements per entry of a min/max table
 
@@ -385,13 +398,6 @@ DEVICE float quad_sum(float x) {
 }
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
-// The number of a lane's columns 0, 1, 8, 9, 16, 17, ... that are less than `end`.
-DEVICE int columns_before(int end) {
-  const unsigned width = max(end, 0);
-  return width / 8 * 2 + min(width % 8, 2u);
-}
-// A word whose bits from bit n on are 1: all bits for n <= 0, none for n >= 32.
-DEVICE unsigned bits_from(int n) { return __funnelshift_lc(0, 0xffffffffu, max(n, 0)); }
 
 UNARY(exp2_approx, "ex2.approx.ftz.f32")  // with an error below 2^-22 of the result, as the next
 UNARY(log2_approx, "lg2.approx.ftz.f32")
@@ -602,33 +608,37 @@ packed_causal_forward_fp16_d64(const __grid_constant__ Params p) {
         const int q = q_first + 8 * i;
         mask_queries[i] = mask_query_values(p, b, q);
       }
-      // The mask is costly: evaluated one by one, its reads and divisions would wait for each
-      // other; evaluated all at once, they would take too many registers. A loop computes a bit
-      // mask.
-      UNROLL for (int first = 0; first < BLOCK_K / 8; first += 16) {
-        unsigned outside[ROW_GROUPS][2] = {};
-        ROLLED for (int n = 0; n < min(16, BLOCK_K / 8 - first); ++n) {
-          UNROLL for (int e = 0; e < 2; ++e) {
-            const int k = p.k_offset + column + 8 * (first + n) + e;
-            const MaskKey mask_key = mask_key_values(p, b, k);
-            UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
-              UNROLL for (int r = 0; r < 2; ++r) {
-                const int q = q_first + 16 * g + 8 * r;
-                const MaskQuery& mask_query = mask_queries[2 * g + r];
-                const bool kept = mask_mod(mask_query, mask_key, q, k);
-                outside[g][r] = __funnelshift_r(outside[g][r], kept ? 0 : 1, 1);
-              }
-            }
+      const int k_first = p.k_offset + column;
+      const int columns = p.seq_k - column;  // that exist
+      // Each lane computes what one column in 32 shares; the lanes exchange it.
+      const int own_column =
+          int(unsigned(thread) % 32 / 8 * 8 + unsigned(thread) / 4 % 2);
+      MaskKey own_mask_keys[(BLOCK_K + 31) / 32];
+      UNROLL for (int i = 0; i < (BLOCK_K + 31) / 32; ++i) {
+        const int k = k_first + own_column + 32 * i;
+        own_mask_keys[i] = mask_key_values(p, b, k);
+      }
+      UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+        MaskKey mask_keys[2];
+        UNROLL for (int i = 0; i < 2; ++i) {
+          mask_keys[i] = of_lane(own_mask_keys[n / 4], n % 4 * 2 + i);
+        }
+        UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
+          UNROLL for (int e = 0; e < 4; ++e) {
+            const int q = q_first + 16 * g + 8 * (e / 2);
+            const int k = k_first + 8 * n + e % 2;
+            const MaskQuery& mask_query = mask_queries[2 * g + e / 2];
+            const MaskKey& mask_key = mask_keys[e % 2];
+            const bool kept = mask_mod(mask_query, mask_key, q, k);
+            if (!kept) s[g][n][e] = minus_infinity();
           }
         }
-        const int columns = min(16, BLOCK_K / 8 - first) * 2;
-        const unsigned beyond = bits_from(columns_before(p.seq_k - column) - 2 * first);
+      }
+      if (k_start + BLOCK_K > p.seq_k) {
         UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
-          UNROLL for (int r = 0; r < 2; ++r) {
-            const unsigned removed = outside[g][r] >> (32 - columns) | beyond;
-            UNROLL for (int i = 0; i < min(32, BLOCK_K / 4 - 2 * first); ++i) {
-              float& x = s[g][first + i / 2][2 * r + i % 2];
-              if (removed >> i & 1) x = minus_infinity();
+          UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
+            UNROLL for (int e = 0; e < 4; ++e) {
+              if (8 * n + e % 2 >= columns) s[g][n][e] = minus_infinity();
             }
           }
         }

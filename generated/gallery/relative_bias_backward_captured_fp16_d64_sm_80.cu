@@ -105,7 +105,7 @@ struct Partials { float by0; };
 DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up, for n >= 0
 
 // The index that is nearest to i inside a dimension.
-DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
+DEVICE unsigned inside(int i, int size) { return max(min(i, size - 1), 0); }
 
 // The spec's table: an index outside it means its nearest element.
 DEVICE float read_table(const Params& p, int i) {

@@ -604,8 +604,7 @@ strided_forward_fp16_d64(const __grid_constant__ Params p) {
         UNROLL for (int g = 0; g < ROW_GROUPS; ++g) {
           UNROLL for (int n = 0; n < BLOCK_K / 8; ++n) {
             UNROLL for (int e = 0; e < 4; ++e) {
-              float& x = s[g][n][e];
-              if (8 * n + e % 2 >= columns) x = minus_infinity();
+              if (8 * n + e % 2 >= columns) s[g][n][e] = minus_infinity();
             }
           }
         }

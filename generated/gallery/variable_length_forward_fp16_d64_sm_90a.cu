@@ -105,7 +105,7 @@ DEVICE int ceil_div(int n, int by) { return (n + by - 1) / by; }  // rounded up,
 UNARY(rcp, "rcp.approx.ftz.f32")  // 1 / x within 1 unit in the last place; subnormal x is 0
 
 // The index that is nearest to i inside a dimension.
-DEVICE int inside(int i, int size) { return min(max(i, 0), size - 1); }
+DEVICE unsigned inside(int i, int size) { return max(min(i, size - 1), 0); }
 
 // The spec's cu_seqlens_q: an index outside it means its nearest element.
 DEVICE int read_cu_seqlens_q(const Params& p, int i) {

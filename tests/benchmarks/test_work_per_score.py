@@ -195,6 +195,9 @@ def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
 
 # ---- how a mixed tile is masked ----------------------------------------------------------------
 
+tree = fg.Tensor("tree", ("batch", "seq_q", "seq_k"), "bool")
+TREE = fg.AttentionSpec(lambda b, h, q, k: tree[b, q, k], head_dim=64, name="tree")  # of each score
+
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "arch", "how"),
@@ -204,27 +207,42 @@ def test_the_record_is_of_the_kernels_that_are_built_now(name: str) -> None:
         ("causal", 128, "sm_80", "8 * n + e >= hi"),  # 48 keys: words would cost more
         ("full", 128, "sm_90a", "8 * n + e >= hi"),  # one comparison serves all rows
         ("dilated_window", 64, "sm_90a", "distances[bit / 32] >> bit % 32"),
-        ("longformer", 64, "sm_90a", "(8 * n + e % 2 >= columns) | !kept"),
-        ("document", 128, "sm_90a", "__funnelshift_r(outside[0][r], kept ? 0 : 1, 1)"),
-        ("natten_2d", 64, "sm_80", "__funnelshift_r(outside[g][r], kept ? 0 : 1, 1)"),
-        ("document", 192, "sm_90a", "key < p.seq_k\n"),  # O leaves no registers
+        ("longformer", 64, "sm_90a", "if (!kept) s["),
+        ("document", 128, "sm_90a", "of_lane(own_mask_keys[n / 4]"),
+        ("document", 192, "sm_90a", "of_lane(own_mask_keys[n / 4]"),
+        ("natten_2d", 64, "sm_80", "of_lane(own_mask_keys[n / 4]"),
+        ("tree", 128, "sm_90a", "__funnelshift_r(outside[0][r], kept ? 0 : 1, 1)"),
+        ("tree", 64, "sm_80", "__funnelshift_r(outside[g][r], kept ? 0 : 1, 1)"),
+        ("tree", 192, "sm_90a", "key < p.seq_k\n"),  # O leaves no registers
     ],
 )
 def test_the_mask_is_made_in_the_way_that_takes_the_fewest_instructions(
     name: str, head_dim: int, arch: str, how: str
 ) -> None:
-    spec = fg.load(spec_path(name)).replace(head_dim=head_dim, head_dim_v=head_dim)
-    text = fg.emit(spec, arch).forward.text
+    spec = TREE if name == "tree" else fg.load(spec_path(name))
+    text = fg.emit(spec.replace(head_dim=head_dim, head_dim_v=head_dim), arch).forward.text
     ways = (
         "columns_before(keys.",
         "8 * n + e >= hi",
-        "e % 2 >= columns) |",
         "distances[bit / 32]",
+        "of_lane(own_mask_keys",
         "kept ? 0 : 1",
         "key < p.seq_k\n",
     )
     assert how in text
     assert [way for way in ways if way in text] == [way for way in ways if way in how]
+
+
+@needs_nvdisasm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("document", 11.5), ("packed_causal", 12), ("block_diffusion", 15.6), ("natten_2d", 13.7)],
+)
+def test_what_a_column_shares_is_computed_once_for_a_warp(name: str, most: float) -> None:
+    built = fg.build(fg.load(spec_path(name)), "sm_90a")
+    work = work_of(built)
+    assert work.per_score(work.full, work.mask) <= most
 
 
 # ---- static gates ------------------------------------------------------------------------------

@@ -27,7 +27,11 @@ from flashgen.kernels.codegen.shared_values import FunctionInParts
 from flashgen.kernels.codegen.sparse import LayoutFunctions, blocks_are_bits
 from flashgen.kernels.codegen.spec_function import SpecFunction
 from flashgen.kernels.planner import Plan
-from flashgen.spec.analysis.diagonals import is_costly_mask, is_of_distance
+from flashgen.spec.analysis.diagonals import (
+    has_condition_of,
+    is_costly_for_scores,
+    is_of_distance,
+)
 from flashgen.spec.analysis.folding import FoldedScore
 from flashgen.spec.analysis.intervals import EVERYTHING, row_interval
 from flashgen.spec.analysis.tangents import TangentAnalysis
@@ -57,7 +61,9 @@ class WalkCode:
     mask: str | None
     mask_alone: str | None  # the same with the calls for the values that it shares
     mask_parts: FunctionInParts | None  # the mask's function, and the values that its calls share
-    mask_costly: bool  # the mask reads memory, or divides a position of one row or column
+    mask_costly: bool  # each score reads memory, or divides a position of one row or column
+    exchanges: bool  # lanes compute what a column shares for some columns each, and exchange it
+    tests_rows: bool  # several rows have conditions of their own, beside those of their scores
     of_distance: bool  # the mask is one of q - k alone, which divides it
     blocks_by_row: bool  # a lane has the blocks of the layout in its rows as bits
     by_head: bool  # reach, full or may depend on the head
@@ -68,12 +74,6 @@ class WalkCode:
     found_full: str | None = None  # what its warp tests together of a tile that it found: own_full
     part: str | None = None  # which blocks are live that some rows and columns touch
     in_layout: str | None = None  # whether the layout keeps a score, where rows of a part differ
-
-    @property
-    def also(self) -> str:
-        """The operator between a test that an element exists and the mask: a cheap mask is not
-        behind a branch."""
-        return "&&" if self.mask_costly else "&"
 
 
 def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
@@ -106,7 +106,9 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
     if may:
         live = make.next_live_tile(may, must, keeps=known)
     visit = layout.next_tile(live) if layout else live
-    costly = not by_row and is_costly_mask(mask.expr)
+    costly = by_element is not None and is_costly_for_scores(mask.expr)
+    columns = "k" if plan.rows_are_queries else "q"
+    exchanged = by_score is None and by_element is not None and bool(by_element.of(columns))
     in_rows = None
     if by_score is not None and blocks_are_bits(make.spec, mask.expr, plan):
         in_rows = by_score.by_rows(by_element, masked, plan)
@@ -152,6 +154,8 @@ def walk_of(make: SpecFunctions, plan: Plan, **renamed: str) -> WalkCode:
         mask_alone=None if by_row else element.call(**_calls(by_element)),
         mask_parts=in_rows or by_element,
         mask_costly=costly or (by_score is not None and in_rows is None),
+        tests_rows=plan.row_groups > 1 and exchanged and has_condition_of(Q, mask.expr),
+        exchanges=exchanged,
         of_distance=by_element is not None and by_score is None and is_of_distance(mask.expr),
         blocks_by_row=in_rows is not None,
         by_head=any(H in function.uses for function in of_tiles),

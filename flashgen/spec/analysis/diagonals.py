@@ -7,6 +7,8 @@ name, and every comparison of positions that can is one of the distance.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import sympy
 from sympy.core.relational import Relational
 
@@ -90,6 +92,31 @@ def is_costly_mask(mask: sympy.Basic) -> bool:
     """Whether unrolled code would keep elements or quotients of every row and column."""
     quotients = atoms_of(mask, FloorDiv, FloorMod)
     return contains(mask, Element) or any(not {Q, K} <= e.free_symbols for e in quotients)
+
+
+def is_costly_for_scores(mask: sympy.Basic) -> bool:
+    """Whether each score reads an element or computes a quotient of its row or column alone.
+
+    These are left beside the values that a kernel computes once for a row or a column of scores.
+    """
+    own = _of_scores(mask)
+    quotients = (each for expr in own for each in atoms_of(expr, FloorDiv, FloorMod))
+    reads = any(contains(expr, Element) for expr in own)
+    return reads or any(len({Q, K} & each.free_symbols) == 1 for each in quotients)
+
+
+def has_condition_of(position: sympy.Basic, mask: sympy.Basic) -> bool:
+    """Whether what each score computes compares its row's or column's position with a number."""
+    relations = set[Relational]().union(*(atoms_of(e, Relational) for e in _of_scores(mask)))
+    return any(e.free_symbols & {APART, Q, K} == {position} for e in relations)
+
+
+@lru_cache(maxsize=256)
+def _of_scores(mask: sympy.Basic) -> list[sympy.Basic]:
+    """The expressions of a mask's code that each score computes."""
+    code = code_of_mask(mask, frozenset())
+    values = dict(code.block.lets)
+    return [*(values[let] for let in code.needed(Level.SCORE)), *code.block.results]
 
 
 def _relation(relation: Relational) -> Relational | None:
