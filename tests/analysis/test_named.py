@@ -228,6 +228,30 @@ def test_block_diagonal_reach_is_proved_exact() -> None:
     assert mask.reach_exact
 
 
+ON = fg.Scalar("on", "bool")
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "lo", "hi"),
+    [
+        (lambda b, h, q, k: ON | (k <= q), "None", f"Select(on, {2**30}, q_hi + 1)"),
+        (lambda b, h, q, k: k <= fg.where(ON, q + 9, q), "None", "Select(on, q_hi + 9, q_hi) + 1"),
+        (
+            lambda b, h, q, k: fg.where(h < 4, (k <= q) & (q - k < 9), k <= q),
+            f"Select(h >= 4, -{2**30}, q_lo - 8)",
+            "q_hi + 1",
+        ),
+    ],
+)
+def test_a_condition_that_all_scores_of_a_head_share_leaves_bounds_exact(
+    mask_mod: Callable[..., Any], lo: str, hi: str
+) -> None:
+    mask = analyse_mask(trace_mask(mask_mod).expr)
+    assert (str(mask.reach.lo), str(mask.reach.hi)) == (lo, hi)
+    assert (mask.reach_exact, mask.full_exact) == (True, True)
+    assert mask.row is not None
+
+
 def test_rows_that_are_masked_out_end_at_once() -> None:
     mask = analyse_mask(trace_mask(lambda b, h, q, k: q < fg.seq_q // 2).expr)
     assert mask.row is not None

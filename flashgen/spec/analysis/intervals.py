@@ -7,7 +7,9 @@ the queries that a tile of keys reaches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 
@@ -19,7 +21,14 @@ from flashgen.spec.language.bit_functions import ShiftLeft, ShiftRight
 from flashgen.spec.language.divisors import is_data, may_be_zero
 from flashgen.spec.language.integer_limits import fits, limits
 from flashgen.spec.language.symbols import CORNERS, K, Q
-from flashgen.spec.language.sympy_functions import FloorDiv, FloorMod, Maximum, Minimum, Select
+from flashgen.spec.language.sympy_functions import (
+    FloorDiv,
+    FloorMod,
+    Maximum,
+    Minimum,
+    Select,
+    branches_of,
+)
 
 FAR = sympy.Integer(2**30)
 """A number beyond every position, in place of infinity where a bound depends on a condition."""
@@ -70,8 +79,7 @@ def row_interval(mask: sympy.Basic, walk: WalkedAxis | None = None) -> Interval 
 
     None if the kept positions are not an interval.
     """
-    walk = walk or WalkedAxis()
-    return _row(walk.lowered(mask), walk)
+    return _closed(mask, walk or WalkedAxis(), _row_of_mask)[0]
 
 
 def reach(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval, bool]:
@@ -79,10 +87,8 @@ def reach(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval, 
 
     The flag is true if it contains no other positions (given q_lo <= q_hi).
     """
-    walk = walk or WalkedAxis()
-    tree = walk.lowered(mask)
-    row = _row(tree, walk)
-    return _reach(tree, walk, walk.tile), row is not None and _union_is_hull(row, walk)
+    found, exact = _closed(mask, walk or WalkedAxis(), _reach_of_mask)
+    return found or EVERYTHING, exact
 
 
 def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | None, bool]:
@@ -90,7 +96,62 @@ def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | 
 
     The flag is true if it contains all such positions.
     """
-    walk = walk or WalkedAxis()
+    return _closed(mask, walk or WalkedAxis(), _full_of_mask)
+
+
+# Cases of what all rows share.
+
+Solved: TypeAlias = tuple[Interval | None, bool]
+"""An interval, and whether it is exact; None, which is not, where there is no closed form."""
+
+MOST_SHARED = 3
+"""Conditions whose cases are solved one by one; each doubles their number."""
+
+
+def _closed(
+    mask: sympy.Basic,
+    walk: WalkedAxis,
+    solve: Callable[[sympy.Basic, WalkedAxis], Solved],
+    depth: int = 0,
+) -> Solved:
+    """The interval of ``mask``, or a choice of two by a condition that all scores of a head share,
+    if only those of its two cases are exact: ``where(h < 4, causal, window)`` is such a mask."""
+    found = solve(mask, walk)
+    condition = None if found[1] or depth == MOST_SHARED else _shared_condition(mask)
+    if condition is None:
+        return found
+    cases = []
+    for value in (sympy.true, sympy.false):
+        decided = mask.xreplace({condition: value, sympy.Not(condition): sympy.Not(value)})
+        interval, exact = _closed(decided, walk, solve, depth + 1)
+        if interval is None or not exact:
+            return found
+        cases.append(interval)
+    return _when(condition, *cases), True
+
+
+def _shared_condition(mask: sympy.Basic) -> sympy.Basic | None:
+    """The first condition of a mask that depends on neither position."""
+    if not mask.free_symbols & {Q, K}:
+        return None if mask in (sympy.true, sympy.false) else mask
+    if isinstance(mask, sympy.And | sympy.Or | sympy.Not):
+        shared = (_shared_condition(part) for part in mask.args)
+        return next((condition for condition in shared if condition is not None), None)
+    return None
+
+
+def _row_of_mask(mask: sympy.Basic, walk: WalkedAxis) -> Solved:
+    row = _row(walk.lowered(mask), walk)
+    return row, row is not None
+
+
+def _reach_of_mask(mask: sympy.Basic, walk: WalkedAxis) -> Solved:
+    tree = walk.lowered(mask)
+    row = _row(tree, walk)
+    return _reach(tree, walk, walk.tile), row is not None and _union_is_hull(row, walk)
+
+
+def _full_of_mask(mask: sympy.Basic, walk: WalkedAxis) -> Solved:
     tree = walk.lowered(mask)
     row, found = _row(tree, walk), _full(tree, walk)
     if row is None or found is None:
@@ -329,6 +390,11 @@ def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
         return _agreed(moves)
     if isinstance(expr, Minimum | Maximum):
         return _agreed([_direction(arg, walk) for arg in expr.args])
+    if isinstance(expr, sympy.Piecewise | Select):
+        branches, last = branches_of(expr)
+        if any(walk.fixed in condition.free_symbols for _, condition in branches):
+            return None
+        return _agreed([_direction(value, walk) for value in (*dict(branches), last)])
     if isinstance(expr, ShiftLeft | ShiftRight) or (
         isinstance(expr, FloorDiv) and expr.args[1].is_nonnegative
     ):

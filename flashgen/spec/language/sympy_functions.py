@@ -337,7 +337,14 @@ class Select(RealFunction):
     def eval(cls, test: sympy.Basic, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
         if test == sympy.true or a == b:
             return a
-        return b if test == sympy.false else None
+        if test == sympy.false:
+            return b
+        # A choice by the same condition is decided within the values.
+        decided = [
+            value.args[place] if isinstance(value, Select) and value.args[0] == test else value
+            for place, value in ((1, a), (2, b))
+        ]
+        return None if decided == [a, b] else cls(test, *decided)
 
     def _eval_is_integer(self) -> Any:
         return True if all(arg.is_integer for arg in self.args[1:]) else None
