@@ -25,8 +25,9 @@ from benchmarks.work_per_score import (
 )
 from flashgen.kernels.compile import compile
 from flashgen.kernels.compile.disassembly import find_nvdisasm
-from flashgen.kernels.pipeline import Build
+from flashgen.kernels.pipeline import Build, build_backward
 from flashgen.kernels.planner import plan_backward
+from flashgen.kernels.planner.models.spec_terms import mask_instructions
 from tests.support.examples import spec_path
 from tests.support.tiers import slow
 
@@ -240,9 +241,21 @@ def test_the_mask_is_made_in_the_way_that_takes_the_fewest_instructions(
     [("document", 11.5), ("packed_causal", 12), ("block_diffusion", 15.6), ("natten_2d", 13.7)],
 )
 def test_what_a_column_shares_is_computed_once_for_a_warp(name: str, most: float) -> None:
-    built = fg.build(fg.load(spec_path(name)), "sm_90a")
-    work = work_of(built)
+    work = work_of(fg.build(fg.load(spec_path(name)), "sm_90a"))
     assert work.per_score(work.full, work.mask) <= most
+
+
+@needs_nvdisasm
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", ["document", "packed_causal", "block_diffusion", "natten_2d"])
+def test_plans_count_a_mask_as_kernels_compute_it(name: str, arch: str) -> None:
+    spec = fg.load(spec_path(name))
+    for built in (fg.build(spec, arch), *build_backward(spec, arch)):
+        if built.plan.kernel in ("forward", "fused"):
+            work = work_of(built)
+            planned = mask_instructions(spec, built.plan.kernel)
+            assert planned == pytest.approx(work.per_score(work.mask), abs=3.5)
 
 
 # ---- static gates ------------------------------------------------------------------------------

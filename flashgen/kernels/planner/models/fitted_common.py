@@ -42,11 +42,11 @@ RANDOM_INSTRUCTIONS = 40
 # Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
 # expression: comparisons with the ends of a row's range, and the replacement of the score.
 MASKING_INSTRUCTIONS = 2
-# Counted. Beside these, of masks that are no range. A loop over the elements shifts in a bit for
-# each and tests it afterwards. Backward kernels set half a word of a pair by a selection, join the
-# condition with those of the rows and columns that exist, and clear P and dS by the word.
+# Counted. Beside these, of masks that are no range. Where each score reads an element, a loop
+# shifts in a bit for each and tests it afterwards. Backward kernels set half a word of a pair by a
+# selection, and clear P and dS by the word.
 LOOP_INSTRUCTIONS = 2
-WORD_OF_PAIR_INSTRUCTIONS = 3
+WORD_OF_PAIR_INSTRUCTIONS = 1
 # Counted. Of a mask of the distance q - k: the scores of a lane for each distance at which it
 # evaluates the mask (16 rows and 96 keys have 111 distances, 4 for each lane, and 48 scores), and
 # the instructions for each of these beside those of the mask: the distance, a vote, a shift.
@@ -64,9 +64,10 @@ DEAD_BOX_INSTRUCTIONS = 1
 SOFTMAX_INSTRUCTIONS = {"forward": {True: 3, False: 4}, "backward": {True: 2, False: 4}}
 
 # Scores of a lane that share the values of their row (a step of 64 positions), or of their column
-# (two rows).
+# (two rows); and the lanes of a warp that have scores of one column.
 SCORES_OF_ROW = 16
 SCORES_OF_COLUMN = 2
+LANES_OF_COLUMN = 8
 
 # Counted. Instructions of dropout per score element: Philox4x32-7 makes the random bits of 8
 # elements; each element needs a comparison and a selection. Kernels with transposed scores make

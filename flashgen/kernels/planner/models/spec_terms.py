@@ -18,7 +18,7 @@ from flashgen.shared.launch_facts import KEY_KERNELS
 from flashgen.shared.paths import PATHS
 from flashgen.spec.analysis.diagonals import (
     code_of_mask,
-    is_costly_mask,
+    is_costly_for_scores,
     is_of_distance,
     known_positions,
     natural_positions,
@@ -146,13 +146,20 @@ def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = Fals
         return choice + evaluated / fitted_common.SCORES_OF_DISTANCE
     if kernel != "forward":
         choice += fitted_common.WORD_OF_PAIR_INSTRUCTIONS
-    elif is_costly_mask(spec.mask):
+    elif is_costly_for_scores(spec.mask):
         choice += fitted_common.LOOP_INSTRUCTIONS
-    return choice + _per_score(code, spec, kernel)
+    return choice + _per_score(code, spec, kernel, exchanges=spec.block_sparse is None or in_parts)
 
 
-def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
-    """Instructions per score of code, with its share of what a row or a column of scores shares."""
+def _per_score(
+    code: LeveledCode, spec: AttentionSpec, kernel: str, *, exchanges: bool = False
+) -> float:
+    """Instructions per score of code, with its share of what a row or a column of scores shares.
+
+    Args:
+        exchanges: whether lanes compute what a column shares for some columns each, and exchange
+            it: an instruction for each value.
+    """
     # In place of the scale, a number: products of numbers are computed once.
     lets = {let: replaced(value, {SCALE: _HALF}) for let, value in code.block.lets}
     results = [replaced(result, {SCALE: _HALF}) for result in code.block.results]
@@ -164,9 +171,12 @@ def _per_score(code: LeveledCode, spec: AttentionSpec, kernel: str) -> float:
         return sum(_operations(expr, fast) for expr in parts[level])
 
     own = sum(_operations(expr, fast) for expr in results)
-    shared = (
-        count(rows) / fitted_common.SCORES_OF_ROW + count(columns) / fitted_common.SCORES_OF_COLUMN
-    )
+    of_column: float = count(columns)
+    if exchanges:
+        used = set().union(*(expr.free_symbols for expr in (*parts[Level.SCORE], *results)))
+        of_column /= fitted_common.LANES_OF_COLUMN
+        of_column += len(used & set(code.needed(columns)))
+    shared = count(rows) / fitted_common.SCORES_OF_ROW + of_column / fitted_common.SCORES_OF_COLUMN
     return count(Level.SCORE) + own + shared
 
 
