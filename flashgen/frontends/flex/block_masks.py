@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import sympy
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from flashgen.calls.cpu.problem import array
 from flashgen.calls.ops import Layout
+from flashgen.calls.runtime.arguments.tensors import has_values
 from flashgen.calls.runtime.block_layouts import dense_blocks
 from flashgen.frontends.flex.checks import LARGE_BLOCK, FlexRuntimeError, FlexUnsupported
 from flashgen.frontends.flex.graph_capture import captures_a_graph
@@ -170,7 +170,7 @@ def layout_beside_mask(
             given[name] = location.of(record).shape[dim]
     numbers = sizes, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.shape), *given.values()
     tensors = [*lists, *captured.values()]
-    if any(tensor.is_meta or is_fake(tensor) for tensor in tensors if tensor is not None):
+    if not all(has_values(tensor) for tensor in tensors if tensor is not None):
         return followed(block_mask)
     return _compared(block_mask, reading, tensors, {**captured, **given}, numbers)
 

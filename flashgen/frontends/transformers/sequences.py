@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
+from flashgen.calls.runtime.arguments.tensors import has_values
 from flashgen.frontends.transformers.layers import FULL, counts_from_row
 from flashgen.shared.errors import InputError
 
@@ -85,7 +85,7 @@ def sequences_of(
         )
     if torch.compiler.is_compiling():
         _assert_boundaries(of_q, of_k, sizes, mask == FULL)
-    elif _has_values(of_q) and _has_values(of_k):
+    elif has_values(of_q) and has_values(of_k):
         _check_boundaries(of_q, of_k, sizes, mask == FULL)
     return _numbers(of_q, sizes[2]), _numbers(of_k, sizes[3])
 
@@ -115,11 +115,6 @@ def _assert_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_fu
         same = of_q.shape == of_k.shape
         holds = (of_q == of_k).all() if same else torch.zeros((), dtype=torch.bool)
         torch._assert_async(holds, "cu_seq_lens_q and cu_seq_lens_k differ beside a causal mask")
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether there is anything to read; a call on other tensors computes shapes alone."""
-    return not (tensor.is_meta or is_fake(tensor))
 
 
 def _values(tensor: Tensor) -> tuple[int, ...]:
@@ -188,7 +183,7 @@ def check_positions(
         return
     if padding is not None and padding.shape[1] != rows:
         return  # a part of a sequence, whose other part is in a cache
-    if not torch.compiler.is_compiling() and not _has_values(positions):
+    if not torch.compiler.is_compiling() and not has_values(positions):
         return
     begins = _begins(positions)
     if padding is not None:

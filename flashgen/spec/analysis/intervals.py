@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import sympy
@@ -74,6 +75,7 @@ class WalkedAxis:
         return lower(mask, bounds(), lambda atom: self.symbol in atom.free_symbols)
 
 
+@lru_cache(maxsize=256)
 def row_interval(mask: sympy.Basic, walk: WalkedAxis | None = None) -> Interval | None:
     """The interval of one row whose mask is true, as expressions of the row.
 

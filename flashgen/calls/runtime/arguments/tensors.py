@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from flashgen.calls.runtime.arguments.pages import check_caches
 from flashgen.calls.runtime.arguments.refusals import check_is_tensor, known, refuse, shape_of
@@ -136,6 +137,11 @@ def _check_operand(
             f"q is {value.dtype}; spec {signature.name} is for {', '.join(accepted)}",
             way_out,
         )
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is anything to read; a call on other tensors computes shapes alone."""
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def _check_memory(name: str, value: Tensor) -> None:
