@@ -205,11 +205,11 @@ def _allowed(names: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple[int, int, int]:
-    """The sizes of a cluster: those of the launch, which must be those of the kernel if it has."""
-    fixed = program.directives.get(".reqnctapercluster")
-    required = _three_sizes(fixed, "cluster") if fixed else None
-    sizes = required or (1, 1, 1) if given is None else _three_sizes(given, "cluster")
+def _cluster_of(program: PtxProgram, cluster: int | Sequence[int] | None) -> tuple[int, int, int]:
+    """The sizes of a cluster: the launch's, which must be equal to the kernel's if it has any."""
+    directive = program.directives.get(".reqnctapercluster")
+    required = _three_sizes(directive, "cluster") if directive else None
+    sizes = required or (1, 1, 1) if cluster is None else _three_sizes(cluster, "cluster")
     if required and sizes != required:
         what = "the cluster differs from the one that the kernel requires"
         where = f"kernel {program.name}"
@@ -218,32 +218,32 @@ def _cluster_of(program: PtxProgram, given: int | Sequence[int] | None) -> tuple
     return sizes
 
 
-def _three_sizes(size: int | Sequence[int], what: str) -> tuple[int, int, int]:
+def _three_sizes(size: int | Sequence[int], name: str) -> tuple[int, int, int]:
     try:
-        given = [size] if isinstance(size, (int, np.integer)) else size
-        sizes = [operator.index(number) for number in given]
+        passed = [size] if isinstance(size, (int, np.integer)) else size
+        sizes = [operator.index(number) for number in passed]
     except TypeError:  # something that is no whole number
         sizes = [0]
     sizes += [1] * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
-        problem = f"the {what} needs one to three positive sizes"
+        problem = f"the {name} needs one to three positive sizes"
         where = "ptx_emulator.launch"
-        numbers = f"{what} = {size!r}"
+        numbers = f"{name} = {size!r}"
         way_out = "pass for example (blocks, heads, batch)"
         raise LaunchArguments(problem, where=where, numbers=numbers, way_out=way_out)
     return sizes[0], sizes[1], sizes[2]
 
 
 def _misfits(program: PtxProgram, config: LaunchConfig) -> Iterator[tuple[str, str, str]]:
-    """What does not fit the kernel or CUDA, each with its numbers and a way out."""
+    """The problems of a launch with the kernel or CUDA, each with its numbers and a way out."""
     grid, block, cluster = config.grid, config.block, config.cluster
     threads = math.prod(block)
     limit = min(math.prod(program.max_threads) if program.max_threads else 1024, 1024)
     required = tuple((*program.required_threads, 1, 1)[:3])
     same_size = "launch with the block size that the kernel was compiled for"
     if config.sums not in SUMS:
-        known = ", ".join(map(repr, SUMS))
-        yield "tensor cores have no such sums", f"sums = {config.sums!r}", f"pass one of {known}"
+        names = ", ".join(map(repr, SUMS))
+        yield "tensor cores have no such sums", f"sums = {config.sums!r}", f"pass one of {names}"
     if threads > limit:
         numbers = f"{threads} threads; the kernel allows {limit}"
         yield "too many threads per block", numbers, same_size

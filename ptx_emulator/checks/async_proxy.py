@@ -85,7 +85,7 @@ class AsyncProxy:
 
     # ---- accesses
 
-    def read(self, a: SharedAccess, column: int) -> int:
+    def read(self, access: SharedAccess, column: int) -> int:
         """Checks reads by the agent of a column, which start now.
 
         Returns:
@@ -95,30 +95,31 @@ class AsyncProxy:
             UninitialisedRead: bytes that were never written.
             RaceError: a write is not ordered before, or not visible to the proxy.
         """
-        if not len(a.where):
+        if not len(access.offsets):
             return 0  # the boxes lie outside the tensor
-        self._against_writes(a, "read")
+        self._against_writes(access, "read")
         self._reads += 1
         time = self._reads
         self._reader, self._reader_pc = room(time + 1, self._reader, self._reader_pc)
-        self._reader[time], self._reader_pc[time] = column, a.pc
-        self.shadow.put(self._table(a, column), a.where, a.size, np.uint32(time))
+        self._reader[time], self._reader_pc[time] = column, access.pc
+        self.shadow.put(self._table(access, column), access.offsets, access.size, np.uint32(time))
         if column not in self._readers:
             self._readers = np.append(self._readers, column)
             self._last_read = np.pad(self._last_read, ((0, 1), (0, 0)))
-        first = a.rows if a.rows.ndim == 1 else a.rows[:, 0]
+        first = access.rows if access.rows.ndim == 1 else access.rows[:, 0]
         blocks = self.machine.row_cluster[first]
         self._last_read[np.flatnonzero(self._readers == column), blocks] = time
         return time
 
-    def _table(self, a: SharedAccess, column: int) -> Array:
-        """The table that reads by the agent of a column enter."""
+    def _table(self, access: SharedAccess, column: int) -> Array:
+        """The table into which reads by the agent of a column are entered."""
         tables = self._tables.setdefault(self._kind[column], [])
-        blocks, warps = np.divmod(a.rows.reshape(len(a.rows), -1)[:, :1], self.shadow.warps)
+        first = access.rows.reshape(len(access.rows), -1)[:, :1]
+        blocks, warps = np.divmod(first, self.shadow.warps)
         for table in tables:
             if self._kind[column] != "bulk":
                 return table
-            times = self.shadow.take(table, a.where, a.size)
+            times = self.shadow.take(table, access.offsets, access.size)
             readers = self._reader[times]
             done = times <= self.clocks.seen[blocks, warps, readers]
             if (done | (readers == column)).all():
@@ -126,7 +127,7 @@ class AsyncProxy:
         tables.append(np.zeros(self.shadow.count, np.uint32))
         return tables[-1]
 
-    def write(self, a: SharedAccess, column: int | Array) -> Array:
+    def write(self, access: SharedAccess, column: int | Array) -> Array:
         """Checks writes, which start now and are in flight until `completed`.
 
         The column of their agents may be one for all writes, or one per write (g,).
@@ -137,10 +138,10 @@ class AsyncProxy:
         Raises:
             RaceError: an earlier access is not ordered before, or a write not visible to the proxy.
         """
-        self._against_writes(a, "write")
-        self._against_ordinary_reads(a)
-        self.against_reads(a)
-        count = len(a.where)
+        self._against_writes(access, "write")
+        self._against_ordinary_reads(access)
+        self.against_reads(access)
+        count = len(access.offsets)
         numbers = self._writes + np.arange(count)
         self._writes += count
         tables = self._write_column, self._write_time
@@ -149,23 +150,24 @@ class AsyncProxy:
         self._write_time[numbers] = IN_FLIGHT
         stamps = (numbers + int(ASYNC)).astype(np.uint32)
         shadow = self.shadow
-        shadow.put(shadow.written, a.where, a.size, stamps)
-        shadow.put(shadow.writer_pc, a.where, a.size, np.int32(a.pc))
-        if len(np.unique(a.rows // shadow.warps)) < count:
-            lost = shadow.take(shadow.written, a.where, a.size) != stamps[:, None]
+        shadow.put(shadow.written, access.offsets, access.size, stamps)
+        shadow.put(shadow.writer_pc, access.offsets, access.size, np.int32(access.pc))
+        if len(np.unique(access.rows // shadow.warps)) < count:
+            lost = shadow.take(shadow.written, access.offsets, access.size) != stamps[:, None]
             if lost.any():
                 what = f"{_RACE}threads start asynchronous writes of the same bytes together"
                 way_out = "execute it in one elected thread"
-                shadow.fail(a, lost, what, f"{count} threads execute this instruction", way_out)
+                numbers_text = f"{count} threads execute this instruction"
+                shadow.fail(access, lost, what, numbers_text, way_out)
         return numbers
 
     def completed(self, numbers: Array, times: Array) -> None:
-        """Writes have completed: they precede what is ordered after these times of their agent."""
+        """Marks writes as completed: at these times of their agent they have ended."""
         self._write_time[numbers] = times
 
     # ---- checks
 
-    def known(self, blocks: Array, warps: Array, stamps: Array) -> Array:
+    def ordered(self, blocks: Array, warps: Array, stamps: Array) -> Array:
         """Whether warps are ordered after the asynchronous writes with these stamps."""
         number = stamps.astype(np.int64) - int(ASYNC)
         real = (number >= 0) & (number < self._writes)
@@ -176,32 +178,33 @@ class AsyncProxy:
         seen = self.clocks.seen[blocks, warps, self._write_column[numbers]]
         return np.asarray(seen >= self._write_time[numbers])
 
-    def _against_writes(self, a: SharedAccess, verb: str) -> None:
-        stamps = self.shadow.take(self.shadow.written, a.where, a.size)
-        together = a.rows.reshape(len(a.rows), -1, 1)  # (g, w, 1): each of w warps must be ordered
+    def _against_writes(self, access: SharedAccess, verb: str) -> None:
+        stamps = self.shadow.take(self.shadow.written, access.offsets, access.size)
+        # (g, w, 1): each of w warps must be ordered.
+        together = access.rows.reshape(len(access.rows), -1, 1)
         if self._visible(together, _different(stamps)[:, None], verb)[0].all():
-            self.shadow.lanes_against_writes(a, stamps, verb)
+            self.shadow.lanes_against_writes(access, stamps, verb)
             return
         fine, unfenced = self._visible(together, stamps[:, None], verb)
         if "cp_async_proxy" in self.machine.config.allow:
-            fine |= unfenced & self._by_copies(a, True)[:, None]
+            fine |= unfenced & self._by_copies(access, True)[:, None]
             if fine.all():
                 return
-        place, member, which = (int(i) for i in np.argwhere(~fine)[0])
+        index, member, vector = (int(i) for i in np.argwhere(~fine)[0])
         first = np.zeros(stamps.shape, bool)
-        first[place, which] = True
-        stamp, only_unfenced = int(stamps[place, which]), unfenced[place, member, which]
-        self._report_write(a, first, stamp, only_unfenced, verb)
+        first[index, vector] = True
+        stamp, only_unfenced = int(stamps[index, vector]), unfenced[index, member, vector]
+        self._report_write(access, first, stamp, only_unfenced, verb)
 
-    def _by_copies(self, a: SharedAccess, which: Any) -> Array:
+    def _by_copies(self, access: SharedAccess, which: Any) -> Array:
         """The vectors (g, vectors) of ``which`` that a cp.async wrote last."""
         code = self.machine.program.code
-        writers = self.shadow.take(self.shadow.writer_pc, a.where, a.size)
+        writers = self.shadow.take(self.shadow.writer_pc, access.offsets, access.size)
         copies = [pc for pc in np.unique(writers).tolist() if code[pc].op == "cp"]
         return np.asarray(np.isin(writers, copies) & which)
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
-        """(correct, ordered but not fenced) for writes with these stamps."""
+        """Whether each write with these stamps is visible, and whether it lacks only a fence."""
         blocks, warps = np.divmod(rows, self.shadow.warps)
         agent, clock = self.clocks.decode(stamps)
         seen = self.clocks.seen
@@ -210,16 +213,16 @@ class AsyncProxy:
         fenced = clock <= seen[blocks, warps, agent + self.shadow.warps]
         fine = ordered & fenced
         if not ordinary.all():
-            fine |= self.known(blocks, warps, stamps)
+            fine |= self.ordered(blocks, warps, stamps)
         if verb == "write" or "uninitialised_rows" in self.machine.config.allow:
             fine |= stamps == NEVER
         return fine, ordered & ~fenced
 
-    def against_reads(self, a: SharedAccess) -> None:
-        """Checks that writes are ordered after asynchronous reads, of the same warp too."""
+    def against_reads(self, access: SharedAccess) -> None:
+        """Checks that writes are ordered after asynchronous reads, also those of their warp."""
         if not self._reads:
             return
-        blocks, warps = np.divmod(a.rows, self.shadow.warps)
+        blocks, warps = np.divmod(access.rows, self.shadow.warps)
         seen = self.clocks.seen[blocks, warps]
         unseen = seen[:, self._readers] < self._last_read[:, blocks].T
         if not unseen.any():
@@ -227,7 +230,7 @@ class AsyncProxy:
         unsafe = self._readers[unseen.any(axis=0)].tolist()
         kinds = dict.fromkeys(self._kind[column] for column in unsafe)
         for table in [table for kind in kinds for table in self._tables[kind]]:
-            times = self.shadow.take(table, a.where, a.size)
+            times = self.shadow.take(table, access.offsets, access.size)
             late = times > np.take_along_axis(seen, self._reader[times], axis=1)
             if late.any():
                 time = int(times[late][0])
@@ -236,7 +239,7 @@ class AsyncProxy:
                 numbers = f"{self._names[int(self._reader[time])]} may still read there: {reader}"
                 advice = "wait for that read (cp.async.bulk.wait_group.read, wgmma.wait_group), "
                 advice += "and pass a barrier with the warp that writes"
-                self.shadow.fail(a, late, what, numbers, advice)
+                self.shadow.fail(access, late, what, numbers, advice)
 
     # ---- messages
 
@@ -253,13 +256,13 @@ class AsyncProxy:
         return f"{name} writes there, {state}"
 
     def _report_write(
-        self, a: SharedAccess, bad: Array, stamp: int, unfenced: bool, verb: str
+        self, access: SharedAccess, bad: Array, stamp: int, unfenced: bool, verb: str
     ) -> None:
         shared = self.shadow
         if stamp == NEVER:
             advice = shadow.WRITE_FIRST + way_out("uninitialised_rows")
             numbers = "an asynchronous read"
-            shared.fail(a, bad, shadow.UNWRITTEN, numbers, advice, UninitialisedRead)
+            shared.fail(access, bad, shadow.UNWRITTEN, numbers, advice, UninitialisedRead)
         writer = f"{self.machine.member_name(stamp & WARP)} writes there"
         agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
@@ -267,25 +270,25 @@ class AsyncProxy:
             problem = f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a "
             problem += "proxy fence"
             advice = _FENCE
-            if self._by_copies(a, bad).any():
+            if self._by_copies(access, bad).any():
                 advice += way_out("cp_async_proxy")
         elif stamp >= ASYNC:
             advice = "wait for it first, in the issuing warp or in one that it passes a barrier "
             advice += "with"
         else:
             advice = shared.advice
-            if a.rows.ndim > 1 and (a.rows % shared.warps == stamp & WARP).any():
+            if access.rows.ndim > 1 and (access.rows % shared.warps == stamp & WARP).any():
                 advice += way_out("wgmma_rows_syncwarp")
-        writer = self.machine.program.describe(int(shared.writer_pc[shared.first(a, bad)[0]]))
-        shared.fail(a, bad, problem, f"{agent}: {writer}", advice)
+        writer = self.machine.program.describe(int(shared.writer_pc[shared.first(access, bad)[0]]))
+        shared.fail(access, bad, problem, f"{agent}: {writer}", advice)
 
 
 def _different(stamps: Array) -> Array:
     """The distinct values of each row, possibly repeated; the rows themselves if they are many."""
-    found, last = [stamps.min(axis=1)], stamps.max(axis=1)
-    while (found[-1] < last).any():
-        if len(found) == _FEW:
+    distinct, last = [stamps.min(axis=1)], stamps.max(axis=1)
+    while (distinct[-1] < last).any():
+        if len(distinct) == _FEW:
             return stamps
-        beyond = np.where(stamps > found[-1][:, None], stamps, NEVER)
-        found.append(np.minimum(beyond.min(axis=1), last))
-    return np.stack(found, axis=1)
+        beyond = np.where(stamps > distinct[-1][:, None], stamps, NEVER)
+        distinct.append(np.minimum(beyond.min(axis=1), last))
+    return np.stack(distinct, axis=1)

@@ -36,7 +36,7 @@ class _Learnt(NamedTuple):
     """What a warp had acquired of other blocks at its clock, by then and before."""
 
     clock: int
-    known: ClocksByBlock
+    by_block: ClocksByBlock
 
 
 class BlockOrder:
@@ -55,169 +55,173 @@ class BlockOrder:
     def fence(self, rows: Array, sequential: bool = False) -> None:
         """A fence of device scope: the next atomic of each warp releases its current clocks.
 
-        It acquires what its warp has polled, and a ``sequential`` one what those before it have.
+        The fence acquires what its warp has polled; a ``sequential`` fence also what the warps
+        have polled that its warp is ordered after.
         """
-        m = self.machine
+        machine = self.machine
         for row in rows.tolist():
-            slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-            block = int(m.cluster_ids[slot])
+            slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+            block = int(machine.cluster_ids[slot])
             offered: ClocksByBlock = {}
-            for other, known in self._polls(row):
+            for other, by_block in self._polls(row):
                 if sequential or other == warp:
-                    _join(offered, known)
+                    _join(offered, by_block)
             if offered.keys() - {block, ~block}:
                 self._acquire(row, offered)
-            seen = self.machine.clocks.seen[slot, warp, : m.cluster_warps]
-            self._fenced[block, warp] = self._known(row, seen)
+            seen = self.machine.clocks.seen[slot, warp, : machine.cluster_warps]
+            self._fenced[block, warp] = self._clocks_by_block(row, seen)
 
     def _polls(
         self, row: int, atomics: tuple[bool, ...] = (False, True)
     ) -> Iterator[tuple[int, ClocksByBlock]]:
         """The warps that a warp is ordered after, and what they have polled by then."""
-        m = self.machine
-        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-        polls_of = self._polled.get(int(m.cluster_ids[slot]), {})
-        for (other, atomic), polls in polls_of.items():
-            until = m.clocks.seen[slot, warp, other]
-            for _, known in [p for p in polls if p[0] <= until and atomic in atomics][-1:]:
-                yield other, known
+        machine = self.machine
+        slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+        block_polls = self._polled.get(int(machine.cluster_ids[slot]), {})
+        for (other, atomic), polls in block_polls.items():
+            until = machine.clocks.seen[slot, warp, other]
+            for _, by_block in [p for p in polls if p[0] <= until and atomic in atomics][-1:]:
+                yield other, by_block
 
     def acquire_at_barrier(self, rows: Array) -> None:
-        """What atomics of warps have found happened before a barrier of their block, as for
-        `Clocks.acquire_at_barrier`."""
-        m = self.machine
+        """Orders warps at a barrier of their block after what their atomics have found, as
+        `Clocks.acquire_at_barrier` does."""
+        machine = self.machine
         for row in rows.tolist() if self._polled else ():
-            warp, block = int(m.row_member[row]), int(m.cluster_ids[int(m.row_cluster[row])])
-            for _, known in self._polled.get(block, {}).get((warp, True), ())[-1:]:
-                if known.keys() - {block, ~block}:
-                    self._acquire(row, known)
+            slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+            block = int(machine.cluster_ids[slot])
+            for _, by_block in self._polled.get(block, {}).get((warp, True), ())[-1:]:
+                if by_block.keys() - {block, ~block}:
+                    self._acquire(row, by_block)
 
     def awaits_fence(self, row: int, stamp: int) -> bool:
         """Whether a warp only lacks the fence after an atomic to come after an access."""
-        m = self.machine
+        machine = self.machine
         agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
         other = block_of(stamp) - 1
-        if other == int(m.cluster_ids[int(m.row_cluster[row])]):
-            return m.clocks.awaits_fence(row, agent, clock)
-        polls = (known.get(other) for _, known in self._polls(row, (True,)))
-        return any(known is not None and known[agent] >= clock for known in polls)
+        if other == int(machine.cluster_ids[int(machine.row_cluster[row])]):
+            return machine.clocks.awaits_fence(row, agent, clock)
+        polled = (by_block.get(other) for _, by_block in self._polls(row, (True,)))
+        return any(clocks is not None and clocks[agent] >= clock for clocks in polled)
 
     def _note_poll(self, row: int, atomic: bool, offered: ClocksByBlock) -> None:
-        m = self.machine
-        block = int(m.cluster_ids[int(m.row_cluster[row])])
-        of_block = self._polled.setdefault(block, {})
-        polls = of_block.setdefault((int(m.row_member[row]), atomic), [])
-        clock, known = int(m.clocks.clock[row]), dict(offered)
+        machine = self.machine
+        block = int(machine.cluster_ids[int(machine.row_cluster[row])])
+        block_polls = self._polled.setdefault(block, {})
+        polls = block_polls.setdefault((int(machine.row_member[row]), atomic), [])
+        clock, by_block = int(machine.clocks.clock[row]), dict(offered)
         if polls:
-            _join(known, polls[-1][1])
+            _join(by_block, polls[-1][1])
             if polls[-1][0] == clock:
                 polls.pop()
-        polls.append((clock, known))
+        polls.append((clock, by_block))
         del polls[:-_KEPT_POLLS]
 
     def fence_proxy(self, rows: Array) -> None:
         """A proxy fence for global memory: what each warp has learnt of other blocks is visible."""
-        m = self.machine
+        machine = self.machine
         for row in rows.tolist() if self._learnt else ():
-            slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-            block = int(m.cluster_ids[slot])
-            known = self._known(row, m.clocks.seen[slot, warp, : m.cluster_warps])
-            others = {~other: clocks for other, clocks in known.items() if other >= 0}
+            slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+            block = int(machine.cluster_ids[slot])
+            by_block = self._clocks_by_block(
+                row, machine.clocks.seen[slot, warp, : machine.cluster_warps]
+            )
+            others = {~other: clocks for other, clocks in by_block.items() if other >= 0}
             if others.keys() - {~block}:
                 self._acquire(row, others)
 
-    def _known(self, row: int, seen: Array) -> ClocksByBlock:
-        """What the clocks (warps,) of the block of a warp, or earlier ones, include, with what they
-        have learnt of others.
+    def _clocks_by_block(self, row: int, seen: Array) -> ClocksByBlock:
+        """Clocks (warps,) of the block of a warp, current or earlier ones, with the clocks of other
+        blocks that its warps had acquired by then.
         """
-        m = self.machine
-        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-        block = int(m.cluster_ids[slot])
-        known: ClocksByBlock = {block: seen.copy()}
-        visible = m.clocks.proxied(slot, warp)
+        machine = self.machine
+        slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+        block = int(machine.cluster_ids[slot])
+        by_block: ClocksByBlock = {block: seen.copy()}
+        visible = machine.clocks.proxied(slot, warp)
         if visible is not None:
-            known[~block] = np.minimum(visible, seen)
+            by_block[~block] = np.minimum(visible, seen)
         for learnt in self._learnt_by(block, seen):
-            _join(known, learnt)
-        return known
+            _join(by_block, learnt)
+        return by_block
 
     def _learnt_by(self, block: int, seen: Array) -> Iterator[ClocksByBlock]:
         """What each warp of a block, up to these clocks, has acquired of other blocks."""
         for warp, entries in self._learnt.get(block, {}).items():
-            place = bisect.bisect_right(entries, seen[warp], key=_CLOCK)
-            if place:
-                yield entries[place - 1].known
+            count = bisect.bisect_right(entries, seen[warp], key=_CLOCK)
+            if count:
+                yield entries[count - 1].by_block
 
     def has_ordered(self, row: int, stamp: int, proxied: bool = False) -> bool:
         """Whether fences and atomics order an access of another block before a warp; ``proxied``:
         before its asynchronous accesses, by a proxy fence.
         """
-        m = self.machine
-        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
+        machine = self.machine
+        slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
         other = block_of(stamp) - 1
         agent, clock = stamp & WARP, (stamp & LOW) >> CLOCK_SHIFT
         seen = self.machine.clocks.seen[slot, warp]
-        for learnt in self._learnt_by(int(m.cluster_ids[slot]), seen):
-            known = learnt.get(~other if proxied else other)
-            if known is not None and known[agent] >= clock:
+        for by_block in self._learnt_by(int(machine.cluster_ids[slot]), seen):
+            clocks = by_block.get(~other if proxied else other)
+            if clocks is not None and clocks[agent] >= clock:
                 return True
         return False
 
     def synchronise(self, rows: Array, flat: Array, pc: int) -> None:
         """Strong accesses acquire what was released at their address, and release.
 
-        Those of a scope that is narrower than the device do so within their block alone.
+        Strong accesses of a scope narrower than the device do so within their block alone.
         """
         if not self.tracks_fences:
             return
-        m, clocks = self.machine, self.machine.clocks
-        narrow = pc in m.program.accesses.narrow
-        how, given = StrongAccess.of(m, pc), self._fenced
-        if how.releases:
-            given = {}
+        machine, clocks = self.machine, self.machine.clocks
+        narrow = pc in machine.program.accesses.narrow
+        ordering, released = StrongAccess.from_instruction(machine, pc), self._fenced
+        if ordering.releases:
+            released = {}
             for row in np.unique(rows).tolist():
-                slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-                seen = clocks.seen[slot, warp, : m.cluster_warps]
-                given[int(m.cluster_ids[slot]), warp] = self._known(row, seen)
-        clocks.synchronise(rows, -1 - flat, how)
+                slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+                seen = clocks.seen[slot, warp, : machine.cluster_warps]
+                released[int(machine.cluster_ids[slot]), warp] = self._clocks_by_block(row, seen)
+        clocks.synchronise(rows, -1 - flat, ordering)
         if narrow:
             return
         for row, address in zip(rows.tolist(), flat.tolist(), strict=True):
-            slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-            block = int(m.cluster_ids[slot])
+            slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+            block = int(machine.cluster_ids[slot])
             offered = self._released.setdefault(address, {})
-            if how.polls:
-                self._note_poll(row, how.atomic, offered)
-            elif how.reads and offered.keys() - {block, ~block}:
+            if ordering.polls:
+                self._note_poll(row, ordering.atomic, offered)
+            elif ordering.reads and offered.keys() - {block, ~block}:
                 self._acquire(row, offered)
-            if (block, warp) in given:
-                _join(offered, given[block, warp])
+            if (block, warp) in released:
+                _join(offered, released[block, warp])
             others = clocks.before_sequential(row, True)
             if others is not None and others.any():
-                _join(offered, self._known(row, others))
+                _join(offered, self._clocks_by_block(row, others))
 
     def _acquire(self, row: int, offered: ClocksByBlock) -> None:
         """A warp acquires clocks, unless it is ordered after a warp that has acquired them."""
-        m = self.machine
-        slot, warp = int(m.row_cluster[row]), int(m.row_member[row])
-        block, clock = int(m.cluster_ids[slot]), int(m.clocks.clock[row])
-        for before in self._learnt_by(block, m.clocks.seen[slot, warp]):
+        machine = self.machine
+        slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
+        block, clock = int(machine.cluster_ids[slot]), int(machine.clocks.clock[row])
+        for before in self._learnt_by(block, machine.clocks.seen[slot, warp]):
             if before.keys() >= offered.keys() and all(
                 before[b] is v or (before[b] >= v).all() for b, v in offered.items()
             ):
                 return
         entries = self._learnt.setdefault(block, {}).setdefault(warp, [])
-        known = dict(entries[-1].known) if entries else {}
-        _join(known, offered)
-        entries.append(_Learnt(clock, known))
+        by_block = dict(entries[-1].by_block) if entries else {}
+        _join(by_block, offered)
+        entries.append(_Learnt(clock, by_block))
 
 
 def block_of(stamps: Any) -> Any:
-    """The block plus one."""
+    """The number of the block in each stamp, plus one."""
     return stamps >> BLOCK_SHIFT & 0xFFFFFFF
 
 
-def _join(known: ClocksByBlock, more: ClocksByBlock) -> None:
+def _join(by_block: ClocksByBlock, more: ClocksByBlock) -> None:
     for block, clocks in more.items():
-        before = known.get(block, clocks)
-        known[block] = clocks if before is clocks else np.maximum(before, clocks)
+        before = by_block.get(block, clocks)
+        by_block[block] = clocks if before is clocks else np.maximum(before, clocks)

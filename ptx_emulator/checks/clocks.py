@@ -59,8 +59,8 @@ class StrongAccess(NamedTuple):
     releases: bool
 
     @classmethod
-    def of(cls, machine: Wave, pc: int) -> StrongAccess:
-        """Of the instruction ``pc``."""
+    def from_instruction(cls, machine: Wave, pc: int) -> StrongAccess:
+        """How the instruction ``pc`` orders others."""
         ins, polls = machine.program.code[pc], pc in machine.acquired_by_fences
         releases = pc in machine.program.accesses.releases
         return cls(fact("result", ins), polls, ins.op == "atom", releases)
@@ -102,10 +102,10 @@ class Clocks:
             more = max(16, column)
             self.seen = _widened(self.seen, more)
             self.published = _widened(self.published, more)
-            self.fenced = {row: _widened(known, more) for row, known in self.fenced.items()}
-            self.released = {at: _widened(known, more) for at, known in self.released.items()}
+            self.fenced = {row: _widened(clocks, more) for row, clocks in self.fenced.items()}
+            self.released = {key: _widened(clocks, more) for key, clocks in self.released.items()}
             for polls in self._polled.values():
-                polls[:] = [(clock, _widened(known, more)) for clock, known in polls]
+                polls[:] = [(clock, _widened(clocks, more)) for clock, clocks in polls]
         return column
 
     def new_slots(self, count: int) -> int:
@@ -144,59 +144,61 @@ class Clocks:
         np.maximum.at(self.published, (blocks, slots), self.seen[blocks, warps])
         self.tick(np.unique(rows))
 
-    def of(self, rows: Array) -> Array:
+    def copy_of(self, rows: Array) -> Array:
         """A copy of the clocks of warps (n, columns)."""
         return np.array(self.seen[np.divmod(rows, self.warps)])
 
-    def publish_known(self, rows: Array, slots: Array, known: Array) -> None:
-        """Publishes clocks that warps (n,) had earlier, see `of`, in slots (n,) of their blocks."""
-        columns = known.shape[1]  # agents may have been added since
-        np.maximum.at(self.published[:, :, :columns], (rows // self.warps, slots), known)
+    def publish_earlier(self, rows: Array, slots: Array, clocks: Array) -> None:
+        """Publishes earlier clocks of warps (n,), see `copy_of`, in slots (n,) of their blocks."""
+        columns = clocks.shape[1]  # agents may have been added since
+        np.maximum.at(self.published[:, :, :columns], (rows // self.warps, slots), clocks)
 
     def publish_fenced(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish what their fences release, in slots (n,) of their blocks."""
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            at = (row // self.warps, slot)
-            given = self._offered(row)
-            if given is not None:
-                self.published[at] = np.maximum(self.published[at], given)
+            block_slot = (row // self.warps, slot)
+            offered = self._offered(row)
+            if offered is not None:
+                self.published[block_slot] = np.maximum(self.published[block_slot], offered)
             if _INITIALISED in self._first:
-                place, own = self._columns(_INITIALISED), self.seen[divmod(row, self.warps)]
-                self.published[at][place] = np.maximum(self.published[at][place], own[place])
+                columns, clocks = self._columns(_INITIALISED), self.seen[divmod(row, self.warps)]
+                self.published[block_slot][columns] = np.maximum(
+                    self.published[block_slot][columns], clocks[columns]
+                )
 
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""
         blocks, warps = np.divmod(rows, self.warps)
-        own, given = self.seen[blocks, warps, warps], self.published[blocks, slots]
-        np.maximum.at(self.seen, (blocks, warps), given)
-        self.seen[blocks, warps, warps] = own
+        own_clocks, published = self.seen[blocks, warps, warps], self.published[blocks, slots]
+        np.maximum.at(self.seen, (blocks, warps), published)
+        self.seen[blocks, warps, warps] = own_clocks
         # What lanes of the warp itself have published precedes what its other lanes do now.
-        np.maximum.at(self.synced, rows, given[np.arange(len(rows)), warps] + 1)
+        np.maximum.at(self.synced, rows, published[np.arange(len(rows)), warps] + 1)
         self._refresh(np.unique(blocks))
 
     def acquire_later(self, rows: Array, slots: Array) -> None:
-        """What was published in slots (n,) is ordered before the next fences of warps (n,)."""
+        """Orders the next fences of warps (n,) after what was published in slots (n,)."""
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             self._note_poll(row, False, self.published[row // self.warps, slot])
 
-    def _note_poll(self, row: int, atomic: bool, given: Array) -> None:
+    def _note_poll(self, row: int, atomic: bool, offered: Array) -> None:
         polls = self._polled.setdefault((row, atomic), [])
         if polls:
-            given = np.maximum(given, polls[-1][1])
+            offered = np.maximum(offered, polls[-1][1])
             if polls[-1][0] == self.clock[row]:
                 polls.pop()
-        polls.append((int(self.clock[row]), given.copy()))
+        polls.append((int(self.clock[row]), offered.copy()))
         del polls[:-_KEPT_POLLS]
 
     def acquire_at_barrier(self, rows: Array) -> None:
-        """What atomics of warps have found happened before a barrier of their block.
+        """Orders warps at a barrier of their block after what their atomics have found.
 
         PTX demands a fence between the two. The kernels of NVIDIA's guide in which the last block
         reads what all have written have none.
         """
         for row in rows.tolist() if self._polled else ():
-            for _, known in self._polled.get((row, True), ())[-1:]:
-                self._join(row, known)
+            for _, offered in self._polled.get((row, True), ())[-1:]:
+                self._join(row, offered)
 
     def polled(self, row: int, atomics: Iterable[bool] = (False, True)) -> Iterator[Array]:
         """What the warps that a warp is ordered after have polled by then, by loads or atomics."""
@@ -204,19 +206,19 @@ class Clocks:
         for (other, atomic), polls in self._polled.items():
             if other // self.warps == block and atomic in atomics:
                 until = self.seen[block, warp, other % self.warps]
-                yield from [known for clock, known in polls if clock <= until][-1:]
+                yield from [offered for clock, offered in polls if clock <= until][-1:]
 
     def awaits_fence(self, row: int, warp: int, clock: int) -> bool:
-        """Whether a warp only lacks the fence after an atomic to come after another's access."""
-        return any(known[warp] >= clock for known in self.polled(row, (True,)))
+        """Whether a warp lacks only the fence after an atomic to be ordered after an access."""
+        return any(offered[warp] >= clock for offered in self.polled(row, (True,)))
 
     def forgo(self, row: int, before: Array, after: Array) -> None:
-        """A warp forgoes what it has acquired, if its clocks are still those ``after`` that."""
+        """Resets a warp's clocks to ``before`` an acquire, if they are still as ``after`` it."""
         block, warp = divmod(row, self.warps)
-        known = self.seen[block, warp]
+        clocks = self.seen[block, warp]
         others = np.arange(len(after)) != warp
-        if (known[: len(after)] == after)[others].all() and not known[len(after) :].any():
-            known[: len(before)][others] = before[others]
+        if (clocks[: len(after)] == after)[others].all() and not clocks[len(after) :].any():
+            clocks[: len(before)][others] = before[others]
             self._refresh(np.array([block]))
 
     def order_after(self, rows: Array, column: int, time: Array | int) -> None:
@@ -231,27 +233,27 @@ class Clocks:
         self._refresh(np.unique(blocks))
 
     def sync_lanes(self, rows: Array) -> None:
-        """The lanes of these distinct warps have synchronised."""
+        """Records that the lanes of distinct warps have synchronised."""
         self.synced[rows] = self.clock[rows] + 1
         self.tick(rows)
 
     def fence_proxy(self, rows: Array) -> None:
         """fence.proxy.async: makes all writes visible to these warps visible to the proxy."""
         blocks, warps = np.divmod(rows, self.warps)
-        known = self.seen[blocks, warps]
-        mine, proxy = known[:, : self.warps], known[:, self.warps : 2 * self.warps]
-        np.maximum(proxy, mine, out=proxy)
-        self.seen[blocks, warps] = known
+        clocks = self.seen[blocks, warps]
+        ordinary, proxy = clocks[:, : self.warps], clocks[:, self.warps : 2 * self.warps]
+        np.maximum(proxy, ordinary, out=proxy)
+        self.seen[blocks, warps] = clocks
         self.tick(rows)
 
     def fence_sequential(self, rows: Array, device: bool) -> None:
         """A fence.sc of block or of device scope, before `fence`.
 
-        It acquires what other threads have polled, too, for the reason that it releases for them.
+        The fence also acquires what other threads have polled, because it also releases for them.
         """
         for row in rows.tolist() if self._polled else ():
-            for known in list(self.polled(row)):
-                self._join(row, known)
+            for offered in list(self.polled(row)):
+                self._join(row, offered)
         for kind in (_BLOCK, _DEVICE)[: 1 + device]:
             self._note_fence(rows, kind)
 
@@ -276,8 +278,8 @@ class Clocks:
         if kind not in self._first:
             self._first[kind] = min([self.new_column() for _ in range(self.warps)])
         blocks, warps = np.divmod(rows, self.warps)
-        own, place = self.seen[blocks, warps, : self.warps], self._columns(kind)
-        self.seen[blocks, warps, place] = np.maximum(self.seen[blocks, warps, place], own)
+        clocks, columns = self.seen[blocks, warps, : self.warps], self._columns(kind)
+        self.seen[blocks, warps, columns] = np.maximum(self.seen[blocks, warps, columns], clocks)
 
     def before_sequential(self, row: int, device: bool) -> Array | None:
         """The clocks (warps,) before each fence.sc that a warp is ordered after; None without."""
@@ -287,12 +289,12 @@ class Clocks:
         return np.array(self.seen[divmod(row, self.warps)][self._columns(kind)])
 
     def initialised(self, blocks: Array, warps: Array, makers: Array) -> Array:
-        """The newest clocks of other warps (n,) whose mbarrier.init these warps come after."""
-        known: Array = self.seen[blocks, warps, makers]
+        """The newest clocks of ``makers`` (n,) after whose mbarrier.init these warps come."""
+        newest: Array = self.seen[blocks, warps, makers]
         if _INITIALISED in self._first:
             fenced = self.seen[blocks, warps, self._first[_INITIALISED] + makers]
-            known = np.maximum(known, fenced)
-        return known
+            newest = np.maximum(newest, fenced)
+        return newest
 
     def _columns(self, kind: int) -> slice:
         return slice(self._first[kind], self._first[kind] + self.warps)
@@ -300,49 +302,51 @@ class Clocks:
     def fence(self, rows: Array) -> None:
         """A fence: the next strong access of each warp releases its current clocks.
 
-        What the warp has polled before happened before its accesses from now on.
+        The later accesses of the warp are ordered after what it has polled before.
         """
         for row in rows.tolist():
             for atomic in (False, True):
-                for _, known in self._polled.get((row, atomic), ())[-1:]:
-                    self._join(row, known)
+                for _, offered in self._polled.get((row, atomic), ())[-1:]:
+                    self._join(row, offered)
             self.fenced[row] = self.seen[divmod(row, self.warps)].copy()
         self.tick(rows)
 
-    def _join(self, row: int, given: Array) -> None:
+    def _join(self, row: int, offered: Array) -> None:
         block, warp = divmod(row, self.warps)
-        known = self.seen[block, warp]
-        own = known[warp]
-        self.synced[row] = max(self.synced[row], given[warp] + 1)
-        np.maximum(known, given, out=known)
-        known[warp] = own
+        clocks = self.seen[block, warp]
+        own_clock = clocks[warp]
+        self.synced[row] = max(self.synced[row], offered[warp] + 1)
+        np.maximum(clocks, offered, out=clocks)
+        clocks[warp] = own_clock
 
-    def synchronise(self, rows: Array, places: Array, how: StrongAccess) -> None:
+    def synchronise(self, rows: Array, addresses: Array, ordering: StrongAccess) -> None:
         """Strong accesses: each acquires what was released at its address, and releases."""
         before = self.seen.copy()
-        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+        for row, address in zip(rows.tolist(), addresses.tolist(), strict=True):
             block = row // self.warps
-            slot = self.released.get((block, place))
-            if slot is not None and how.polls:
-                self._note_poll(row, how.atomic, slot)
-            elif slot is not None and how.reads:
+            slot = self.released.get((block, address))
+            if slot is not None and ordering.polls:
+                self._note_poll(row, ordering.atomic, slot)
+            elif slot is not None and ordering.reads:
                 self._join(row, slot)
-            given = self.of(np.array(row)) if how.releases else self._offered(row)
-            if given is not None:
-                self.released[block, place] = given if slot is None else np.maximum(slot, given)
+            offered = self.copy_of(np.array(row)) if ordering.releases else self._offered(row)
+            if offered is not None:
+                self.released[block, address] = (
+                    offered if slot is None else np.maximum(slot, offered)
+                )
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
-        if how.releases:
+        if ordering.releases:
             self.tick(np.unique(rows))
 
     def _offered(self, row: int) -> Array | None:
         """What a strong access of a warp releases; None for nothing."""
-        given, others = self.fenced.get(row), self.before_sequential(row, False)
+        fenced, others = self.fenced.get(row), self.before_sequential(row, False)
         if others is None or not others.any():
-            return given
-        known = np.zeros(self.seen.shape[2], np.int64)
-        known[: self.warps] = known[self._columns(0)] = others
-        return known if given is None else np.maximum(known, given)
+            return fenced
+        offered = np.zeros(self.seen.shape[2], np.int64)
+        offered[: self.warps] = offered[self._columns(0)] = others
+        return offered if fenced is None else np.maximum(offered, fenced)
 
     def decode(self, stamps: Array) -> tuple[Array, Array]:
         """The warp and the clock of each stamp."""

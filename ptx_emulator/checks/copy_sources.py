@@ -19,13 +19,13 @@ from ptx_emulator.state.wave import Site, Wave
 
 
 class CopySource(NamedTuple):
-    """What an execution of an instruction copies.
+    """The global memory that one execution of a copy instruction reads.
 
     Attributes:
         touched: indices of the allocations that it reads.
         offsets: into `GlobalMemory.flat`, of ``size`` bytes each: (n, 32) for cp.async.
         lanes: of a cp.async, those that read (n, 32); None: all.
-        places: of a bulk copy, the row of the transfer for each row of ``offsets``.
+        copy_rows: of a bulk copy, the row of the transfer for each row of ``offsets``.
     """
 
     touched: list[int]
@@ -33,7 +33,7 @@ class CopySource(NamedTuple):
     size: int
     pc: int
     lanes: Array | None = None
-    places: Array | None = None
+    copy_rows: Array | None = None
 
 
 def check_write(machine: Wave, site: Site, rows: Array, offsets: Array, size: int) -> None:
@@ -57,20 +57,23 @@ def check_write(machine: Wave, site: Site, rows: Array, offsets: Array, size: in
             machine.fail(RaceError, what, site, numbers, way_out)
 
 
-def _in_flight(m: Wave, written: set[int], rows: Array) -> Iterator[tuple[CopySource, Array, Any]]:
+def _in_flight(
+    machine: Wave, written: set[int], rows: Array
+) -> Iterator[tuple[CopySource, Array, Any]]:
     """Copies from these allocations that may be in flight for some of the warps ``rows`` (k,).
 
     Yields:
-        Their source, the offsets that they read, and for which of the rows.
+        The source of a copy, the offsets that it reads, and for which of the rows it may be in
+        flight.
     """
     everyone = slice(None)
-    for flight in m.copies.flights:
+    for flight in machine.copies.flights:
         source = flight.source
         if source is not None and written.intersection(source.touched):
             lanes = [part for part in (flight.lanes, source.lanes) if part is not None]
             reads = source.offsets[np.logical_and.reduce(lanes)] if lanes else source.offsets
             yield source, reads, everyone
-    bulk = m.bulk
+    bulk = machine.bulk
     for transfer in (*bulk.incoming, *bulk.landed) if bulk.incoming or bulk.landed else ():
         source = transfer.source
         if source is None or not written.intersection(source.touched):
@@ -78,12 +81,12 @@ def _in_flight(m: Wave, written: set[int], rows: Array) -> Iterator[tuple[CopySo
         if not transfer.done:
             yield source, source.offsets, everyone
             continue
-        assert m.proxy is not None
+        assert machine.proxy is not None
         assert transfer.writes is not None
-        assert source.places is not None
-        places = (m.row_cluster[rows], m.row_member[rows])
-        for reads, place in zip(source.offsets, source.places, strict=True):
-            seen = m.proxy.has_completed(*places, transfer.writes[place])
+        assert source.copy_rows is not None
+        members = (machine.row_cluster[rows], machine.row_member[rows])
+        for reads, copy_row in zip(source.offsets, source.copy_rows, strict=True):
+            seen = machine.proxy.has_completed(*members, transfer.writes[copy_row])
             if not seen.all():
                 yield source, reads, ~seen
 

@@ -26,9 +26,9 @@ _WAIT = "griddepcontrol.wait"
 
 
 def _buffers(memory: GlobalMemory) -> tuple[Array, Array, Array]:
-    """Of the buffers of host arrays: first and last address on the host, offset in the memory."""
-    found = [a for a in memory.allocations if a.host is not None and a.size]
-    rows = [(a.host.ctypes.data, a.size, a.start - memory.base) for a in found]  # type: ignore
+    """First address and end on the host, and offset in the memory, of buffers of host arrays."""
+    buffers = [a for a in memory.allocations if a.host is not None and a.size]
+    rows = [(a.host.ctypes.data, a.size, a.start - memory.base) for a in buffers]  # type: ignore
     first, size, offset = np.array(sorted(rows), np.int64).reshape(-1, 3).T
     return first, first + size, offset
 
@@ -60,28 +60,30 @@ class Footprint:
 
     def accessed(self, address: Array, size: int, write: bool) -> Array:
         """Which of these accesses, at host addresses (k,), conflict with one of the launch."""
-        found = np.zeros(len(address), bool)
-        place = np.searchsorted(self._first, address, "right") - 1
-        inside = (place >= 0) & (address < self._end[place]) if len(self._first) else found
+        conflicts = np.zeros(len(address), bool)
+        if not len(self._first):
+            return conflicts
+        buffer_index = np.searchsorted(self._first, address, "right") - 1
+        inside = (buffer_index >= 0) & (address < self._end[buffer_index])
         if self._written is None or self._read is None or not inside.any():
-            return found
-        place = place[inside]
-        start = address[inside] - self._first[place] + self._offset[place]
+            return conflicts
+        buffer_index = buffer_index[inside]
+        start = address[inside] - self._first[buffer_index] + self._offset[buffer_index]
         hit = np.zeros(len(start), bool)
         for byte in (*range(0, size, 1 << self._shift), size - 1):
             vectors = (start + byte) >> self._shift
             hit |= self._written.take(vectors) != 0
             if write:
                 hit |= (self._read.take(vectors) != 0) | self._listed().take(vectors)
-        found[inside] = hit
-        return found
+        conflicts[inside] = hit
+        return conflicts
 
     def _listed(self) -> Array:
         """Whether a vector is in the lists of reads of buffers that were not written."""
         if self._logged is None:
             assert self._read is not None
             self._logged = sparse_zeros(len(self._read), bool)
-            for flat, _, size, _ in (each for reads in self._log.values() for each in reads):
+            for flat, _, size, _ in (read for reads in self._log.values() for read in reads):
                 for byte in range(0, size, 1 << self._shift):
                     self._logged[(flat + byte) >> self._shift] = True
         return self._logged
@@ -104,16 +106,16 @@ class DependentLaunch:
         first, end, offset = self._buffers = _buffers(machine.memory)
         for launch in self._formers():
             for address, old in launch.replaced:
-                for place in range(len(first)):
-                    low = max(address, int(first[place]))
-                    high = min(address + len(old), int(end[place]))
+                for buffer_index in range(len(first)):
+                    low = max(address, int(first[buffer_index]))
+                    high = min(address + len(old), int(end[buffer_index]))
                     if low < high:
-                        start = int(offset[place]) + low - int(first[place])
-                        now = machine.memory.flat.bytes[start : start + high - low]
+                        start = int(offset[buffer_index]) + low - int(first[buffer_index])
+                        current = machine.memory.flat.bytes[start : start + high - low]
                         before = old[low - address : high - address]
-                        changed = np.flatnonzero(now != before)
-                        self._hidden.append((now, changed, now[changed]))
-                        now[changed] = before[changed]
+                        changed = np.flatnonzero(current != before)
+                        self._hidden.append((current, changed, current[changed]))
+                        current[changed] = before[changed]
 
     def _formers(self) -> Iterator[Footprint]:
         launch = self.former
@@ -125,18 +127,18 @@ class DependentLaunch:
         """Called before the blocks of a wave start."""
         self._since = np.zeros(len(self.machine.row_block), np.int64)  # stamps of waits, by warp
 
-    def wait(self, here: Execution) -> bool:
+    def wait(self, execution: Execution) -> bool:
         """griddepcontrol.wait. Returns whether the cohort has to wait and to execute it again."""
-        if not here.active.any():
+        if not execution.active.any():
             return False
         if not self._ended:
-            here.cohort.waits = WaitsForLaunch(here.pc)
+            execution.cohort.waits = WaitsForLaunch(execution.pc)
             return True
-        m, rows = self.machine, here.cohort.rows[here.active.any(axis=1)]
+        machine, rows = self.machine, execution.cohort.rows[execution.active.any(axis=1)]
         self._waited = True
-        if m.shared_races is not None:
+        if machine.shared_races is not None:
             new = rows[self._since[rows] == 0]
-            self._since[new] = m.clocks.clock[new] << CLOCK_SHIFT | m.row_member[new]
+            self._since[new] = machine.clocks.clock[new] << CLOCK_SHIFT | machine.row_member[new]
         return False
 
     def start_dependents(self, cohort: Cohort) -> None:
@@ -146,71 +148,74 @@ class DependentLaunch:
 
     def release(self) -> bool:
         """Called when no warp can run: the former launches end. Returns whether a warp waits."""
-        m = self.machine
-        if self._ended or not any(isinstance(c.waits, WaitsForLaunch) for c in m.cohorts):
+        machine = self.machine
+        if self._ended or not any(isinstance(c.waits, WaitsForLaunch) for c in machine.cohorts):
             return False
         self._ended = True
-        for now, changed, new in reversed(self._hidden):
-            now[changed] = new
-        m.wake(WaitsForLaunch)
+        for current, changed, new in reversed(self._hidden):
+            current[changed] = new
+        machine.wake(WaitsForLaunch)
         return True
 
-    def check(self, here: Execution, rows: Array, offset: Array, size: int, write: bool) -> None:
+    def check(
+        self, execution: Execution, rows: Array, offset: Array, size: int, write: bool
+    ) -> None:
         """Checks accesses by warps ``rows`` (k,) at ``offset`` (k,) in device memory.
 
         Raises:
             RaceError: a former launch may still write there, or read what is written.
         """
-        m, (first, _, at) = self.machine, self._buffers
+        machine, (first, _, buffer_offsets) = self.machine, self._buffers
         if self.former is None:
             return
-        by_nc = not write and here.pc in m.program.accesses.read_only
+        by_nc = not write and execution.pc in machine.program.accesses.read_only
         early = ~self._follows_wait(rows)
         if not (by_nc or early.any()):
             return
-        order = np.argsort(at)
-        place = order[np.maximum(np.searchsorted(at[order], offset, "right") - 1, 0)]
-        address = offset - at[place] + first[place]
+        order = np.argsort(buffer_offsets)
+        buffer_index = order[
+            np.maximum(np.searchsorted(buffer_offsets[order], offset, "right") - 1, 0)
+        ]
+        address = offset - buffer_offsets[buffer_index] + first[buffer_index]
         for launch in self._formers():
             bad = launch.accessed(address, size, write) & (early | by_nc)
             if bad.any():
-                self._report(here, bad, offset, launch, write)
+                self._report(execution, bad, offset, launch, write)
 
     def _follows_wait(self, rows: Array) -> Array:
         """Which warps (k,) have waited, or are ordered after a wait of their cluster."""
-        m, known = self.machine, self._since[rows] > 0
-        for row in np.unique(rows[~known]) if self._waited else ():
-            members = np.arange(m.cluster_warps) + m.row_cluster[row] * m.cluster_warps
+        machine, waited = self.machine, self._since[rows] > 0
+        for row in np.unique(rows[~waited]) if self._waited else ():
+            warps = machine.cluster_warps
+            members = np.arange(warps) + machine.row_cluster[row] * warps
             waits = self._since[members]
             waits = waits[waits > 0]
-            where = (
-                np.full(len(waits), m.row_cluster[row]),
-                np.full(len(waits), m.row_member[row]),
-            )
-            ordered = waits[m.clocks.ordered(*where, waits)]
+            cluster = np.full(len(waits), machine.row_cluster[row])
+            member = np.full(len(waits), machine.row_member[row])
+            ordered = waits[machine.clocks.ordered(cluster, member, waits)]
             if len(ordered):
                 self._since[row] = ordered[0]
         return self._since[rows] > 0
 
     def _report(
-        self, here: Execution, bad: Array, offset: Array, launch: Footprint, write: bool
+        self, execution: Execution, bad: Array, offset: Array, launch: Footprint, write: bool
     ) -> NoReturn:
-        m, first = self.machine, int(np.argmax(bad))
-        if here.lanes is None:
-            site = here.site(*divmod(first, len(bad) // here.cohort.n))
+        machine, first = self.machine, int(np.argmax(bad))
+        if execution.lanes is None:
+            site = execution.site(*divmod(first, len(bad) // execution.cohort.n))
         else:
-            row, lane = np.argwhere(here.active)[first]
-            site = here.site(row, int(lane))
+            row, lane = np.argwhere(execution.active)[first]
+            site = execution.site(row, int(lane))
         verb = "write of what the launch before may still access"
         if not write:
             verb = "read of what the launch before may still write"
-        place = m.memory.describe(int(offset[first]) + m.memory.base)
-        numbers = f"{place}, accessed by {launch.kernel}"
+        location = machine.memory.describe(int(offset[first]) + machine.memory.base)
+        numbers = f"{location}, accessed by {launch.kernel}"
         way_out = f"execute {_WAIT} before, in this warp or before a barrier that orders the two"
-        if not write and here.pc in m.program.accesses.read_only:
+        if not write and execution.pc in machine.program.accesses.read_only:
             verb += ", by a load that is valid for memory that nothing writes (ld.global.nc, __ldg)"
             way_out = f"load it without .nc, after {_WAIT}"
-        m.fail(RaceError, f"race in global memory: a {verb}", site, numbers, way_out)
+        machine.fail(RaceError, f"race in global memory: a {verb}", site, numbers, way_out)
 
     def finish(self) -> None:
         """Called at the end of the launch.

@@ -43,19 +43,19 @@ class GlobalLanes:
         self.tracks = "warp_synchronous" not in machine.config.allow
         self.writer, self.reader = (sparse_zeros(count, np.uint8) for _ in range(2))
 
-    def of(self, here: Execution, accesses: int, vectors: int) -> Array:
+    def lanes_of_vectors(self, execution: Execution, accesses: int, vectors: int) -> Array:
         """The lane of each vector of an instruction with this many accesses and vectors, flat."""
-        cohort = here.cohort
+        cohort = execution.cohort
         if isinstance(cohort, SingleThreads):
             lane = np.repeat(cohort.lane + 1, accesses // cohort.n)
-        elif here.lanes is not None:
-            lane = np.nonzero(here.active)[1] + 1
+        elif execution.lanes is not None:
+            lane = np.nonzero(execution.active)[1] + 1
         elif accesses == 32 * cohort.n:
             lane = np.tile(np.arange(1, 33), cohort.n)
         else:
             lane = np.full(accesses, _EVERY)
-        found: Array = np.repeat(lane.astype(np.uint8), vectors // max(1, accesses))
-        return found
+        lanes: Array = np.repeat(lane.astype(np.uint8), vectors // max(1, accesses))
+        return lanes
 
     def unordered(
         self, verb: str, vectors: Array, lane: Array, before: Array, stamps: Array, rows: Array
@@ -78,13 +78,13 @@ class GlobalLanes:
             same &= lane != _EVERY
         if verb != "overtake":
             same &= earlier != _EVERY
-        for place in np.flatnonzero(same) if races.partial else ():
-            seen = races.partial.get(int(rows[place]))
-            if seen is not None and earlier[place] < _EVERY:
-                known = seen[:, int(earlier[place]) - 1]
-                known = known >= (int(before[place]) & LOW) >> CLOCK_SHIFT
-                mine = int(lane[place])
-                same[place] = not (known.all() if mine == _EVERY else known[mine - 1])
+        for entry in np.flatnonzero(same) if races.partial else ():
+            seen = races.partial.get(int(rows[entry]))
+            if seen is not None and earlier[entry] < _EVERY:
+                clocks = seen[:, int(earlier[entry]) - 1]
+                clocks = clocks >= (int(before[entry]) & LOW) >> CLOCK_SHIFT
+                own_lane = int(lane[entry])
+                same[entry] = not (clocks.all() if own_lane == _EVERY else clocks[own_lane - 1])
         return same
 
     def note_reads(self, vectors: Array, lane: Array, before: Array, stamps: Array) -> None:
@@ -112,7 +112,7 @@ _PROBLEMS = {
 class _Access(NamedTuple):
     """One instruction; ``vectors`` to ``rows`` have an entry per vector of the shadow."""
 
-    here: Execution
+    execution: Execution
     size: int
     vectors: Array
     lane: Array
@@ -124,7 +124,7 @@ class _Access(NamedTuple):
     @property
     def racing(self) -> bool:
         """See `PtxProgram.racing`."""
-        return self.strong and self.here.pc in self.here.machine.program.racing
+        return self.strong and self.execution.pc in self.execution.machine.program.racing
 
 
 class GlobalRaces:
@@ -153,41 +153,41 @@ class GlobalRaces:
     # ---- entry points; offsets are (n, k), or one per active lane
 
     def read(
-        self, here: Execution, offset: Any, size: int, noted: bool = True, bulk: bool = False
+        self, execution: Execution, offset: Any, size: int, noted: bool = True, bulk: bool = False
     ) -> None:
         """Checks reads, and records them if they are ``noted`` here (see `note_copy`)."""
-        touched, pc = self.machine.memory.touched, here.pc
+        touched, pc = self.machine.memory.touched, execution.pc
         if self.machine.dependent is not None:
-            self.machine.dependent.check(here, *self._flatten(here, offset), size, False)
+            self.machine.dependent.check(execution, *self._flatten(execution, offset), size, False)
         unwritten = not self.written.intersection(touched)
         if unwritten and not noted:
             return
-        rows, flat = self._flatten(here, offset)
+        rows, flat = self._flatten(execution, offset)
         strong = pc in self.machine.strong
-        stamps = self._now(here, rows, flat, strong)
+        stamps = self._now(execution, rows, flat, strong)
         if unwritten:
             self._log(touched, flat, stamps, size, pc)
             return
-        a = self._access(here, flat, stamps, rows, size, strong, bulk)
-        before = self.write_stamp.take(a.vectors)
+        access = self._access(execution, flat, stamps, rows, size, strong, bulk)
+        before = self.write_stamp.take(access.vectors)
         if before.any():
             if pc in self.machine.program.accesses.read_only:
-                self._report_read_only(a, before != 0, self.write_pc)
-            self._check(a, before, "read")
+                self._report_read_only(access, before != 0, self.write_pc)
+            self._check(access, before, "read")
         if noted:
-            self._note_reads(a.vectors, a.stamps, pc, a.rows, a.lane)
-            self._accessed(here)
+            self._note_reads(access.vectors, access.stamps, pc, access.rows, access.lane)
+            self._accessed(execution)
 
     def note_copy(self, source: CopySource, rows: Array, flat: Array, clock: Array) -> None:
-        """Warps ``rows`` (k,) have waited for a cp.async that read at ``flat`` (k,).
+        """Records that warps ``rows`` (k,) have waited for a cp.async that read at ``flat`` (k,).
 
         ``clock`` (k,) is an earlier time of each warp at which it counts as complete, or 0.
         """
         touched, size, pc = source.touched, source.size, source.pc
         stamps = self._stamps(rows, False)
         if clock.any():
-            own = (self.machine.clocks.clock[rows] - clock) << CLOCK_SHIFT
-            stamps = np.where(clock > 0, stamps - own, stamps)
+            age = (self.machine.clocks.clock[rows] - clock) << CLOCK_SHIFT
+            stamps = np.where(clock > 0, stamps - age, stamps)
         if not self.written.intersection(touched):
             self._log(touched, flat, stamps, size, pc)
             return
@@ -195,55 +195,57 @@ class GlobalRaces:
         self._note_reads(vectors, stamps, pc)
 
     def _log(self, touched: list[int], flat: Array, stamps: Array, size: int, pc: int) -> None:
-        for place in touched:
-            self.log.setdefault(place, []).append((flat, stamps, size, pc))
+        for allocation_index in touched:
+            self.log.setdefault(allocation_index, []).append((flat, stamps, size, pc))
         self.log_bytes += flat.nbytes + stamps.nbytes
         if self.log_bytes > _LOG_BYTES:
-            for place in list(self.log):
-                self._unlog(place)
+            for allocation_index in list(self.log):
+                self._unlog(allocation_index)
             self.log_bytes = 0
 
     def write(
-        self, here: Execution, offset: Any, size: int, strong: bool = False, bulk: bool = False
+        self, execution: Execution, offset: Any, size: int, strong: bool = False, bulk: bool = False
     ) -> None:
-        """Checks and records writes; those of a ``bulk`` copy end with `complete`."""
-        rows, flat = self._flatten(here, offset)
+        """Checks and records writes; the writes of a ``bulk`` copy end with `complete`."""
+        rows, flat = self._flatten(execution, offset)
         if not len(flat):
             return
         if self.machine.dependent is not None:
-            self.machine.dependent.check(here, rows, flat, size, True)
-        for place in self.machine.memory.touched:
-            if place not in self.written:
-                self.written.add(place)
-                self._unlog(place)
-        check_write(self.machine, here.site(), rows, flat, size)
-        strong = strong or here.pc in self.machine.strong
+            self.machine.dependent.check(execution, rows, flat, size, True)
+        for allocation_index in self.machine.memory.touched:
+            if allocation_index not in self.written:
+                self.written.add(allocation_index)
+                self._unlog(allocation_index)
+        check_write(self.machine, execution.site(), rows, flat, size)
+        strong = strong or execution.pc in self.machine.strong
         if strong and self.order.tracks_fences and self.machine.shared_races:
-            self.machine.shared_races.strong_access(here)
-        a = self._access(here, flat, self._now(here, rows, flat, strong), rows, size, strong, bulk)
+            self.machine.shared_races.strong_access(execution)
+        access = self._access(
+            execution, flat, self._now(execution, rows, flat, strong), rows, size, strong, bulk
+        )
         if self.read_only is not None:
-            reader = self.read_only.take(a.vectors)
+            reader = self.read_only.take(access.vectors)
             if reader.any():
-                self._report_read_only(a, reader != 0, self.read_only)
+                self._report_read_only(access, reader != 0, self.read_only)
         for earlier, verb in ((self.write_stamp, "write"), (self.read_stamp, "overtake")):
-            before = earlier.take(a.vectors)
+            before = earlier.take(access.vectors)
             if before.any():
-                self._check(a, before, verb)
-        stamps = a.stamps | _FLYING << CLOCK_SHIFT if bulk else a.stamps
-        self.write_stamp[a.vectors] = stamps
-        self.write_pc[a.vectors] = here.pc
-        self.lanes.writer[a.vectors] = a.lane
-        self._accessed(here)
-        left = self.write_stamp.take(a.vectors)
+                self._check(access, before, verb)
+        stamps = access.stamps | _FLYING << CLOCK_SHIFT if bulk else access.stamps
+        self.write_stamp[access.vectors] = stamps
+        self.write_pc[access.vectors] = execution.pc
+        self.lanes.writer[access.vectors] = access.lane
+        self._accessed(execution)
+        left = self.write_stamp.take(access.vectors)
         bad = left != stamps
         if strong:
-            bad &= self._out_of_scope(a, left, "write")
+            bad &= self._out_of_scope(access, left, "write")
         if bad.any():
-            self._report(a, bad, left, _PROBLEMS["write"], together=True)
+            self._report(access, bad, left, _PROBLEMS["write"], together=True)
 
-    def complete(self, here: Execution, offset: Any, size: int) -> None:
-        """The threads of bulk stores have waited for them: the bytes are written now."""
-        rows, flat = self._flatten(here, offset)
+    def complete(self, execution: Execution, offset: Any, size: int) -> None:
+        """Records that threads have waited for their bulk stores: the bytes are written now."""
+        rows, flat = self._flatten(execution, offset)
         vectors, stamps, _ = self._vectors(flat, self._stamps(rows, False), rows, size)
         before = self.write_stamp.take(vectors)
         same = (block_of(before) == block_of(stamps)) & ((before ^ stamps) & WARP == 0)
@@ -253,7 +255,7 @@ class GlobalRaces:
     def refine(self, size: int) -> None:
         """Makes the vectors of the shadow at most ``size`` bytes wide.
 
-        What was accessed before consists of whole vectors, so that the shadow stays exact.
+        Earlier accesses consist of whole vectors, so that the shadow stays exact.
         """
         parts = (1 << self.shift) // size
         if parts <= 1:
@@ -274,108 +276,115 @@ class GlobalRaces:
 
     # ---- parts
 
-    def _now(self, here: Execution, rows: Array, flat: Array, strong: bool) -> Array:
+    def _now(self, execution: Execution, rows: Array, flat: Array, strong: bool) -> Array:
         """The stamps of accesses by warps ``rows`` at ``flat``; strong ones synchronise."""
         if strong:
-            self.order.synchronise(rows, flat, here.pc)
+            self.order.synchronise(rows, flat, execution.pc)
         program = self.machine.program
         return self._stamps(
-            rows, strong, here.pc in (program.racing if strong else program.accesses.guesses)
+            rows, strong, execution.pc in (program.racing if strong else program.accesses.guesses)
         )
 
     def _access(
-        self, here: Execution, flat: Array, stamps: Array, rows: Array, size: int, *how: bool
+        self, execution: Execution, flat: Array, stamps: Array, rows: Array, size: int, *how: bool
     ) -> _Access:
         self.ordered = functools.cache(self.order.has_ordered)
         vectors, stamps, rows = self._vectors(flat, stamps, rows, size)
-        lane = self.lanes.of(here, len(flat), len(vectors))
-        return _Access(here, size, vectors, lane, stamps, rows, *how)
+        lane = self.lanes.lanes_of_vectors(execution, len(flat), len(vectors))
+        return _Access(execution, size, vectors, lane, stamps, rows, *how)
 
-    def _accessed(self, here: Execution) -> None:
-        """The lanes of these warps have accesses that nothing has synchronised."""
+    def _accessed(self, execution: Execution) -> None:
+        """Records that lanes of these warps have accesses that nothing has synchronised."""
         assert self.machine.shared_races is not None
-        self.machine.shared_races.accessed[here.cohort.rows] = True
+        self.machine.shared_races.accessed[execution.cohort.rows] = True
 
-    def _check(self, a: _Access, before: Array, verb: str) -> None:
+    def _check(self, access: _Access, before: Array, verb: str) -> None:
         """Checks that accesses are ordered after earlier ones, with the stamps ``before``."""
         excused: Any = False
         flying = _flying(before)
-        if (verb == "read" or (verb == "write" and not a.bulk)) and flying.any():
-            if a.strong:
+        if (verb == "read" or (verb == "write" and not access.bulk)) and flying.any():
+            if access.strong:
                 flying &= (before & ATOMIC) == 0
             if flying.any():
-                self._report_flying(a, flying, verb)
-        if a.strong:
+                self._report_flying(access, flying, verb)
+        if access.strong:
             # Strong accesses need no order, but volatile ones that are no polls.
             excused = (before & ATOMIC) != 0
-            if a.racing and verb != "write":
+            if access.racing and verb != "write":
                 excused &= (before & _RACING) == 0
-            excused &= ~self._out_of_scope(a, before, verb)
+            excused &= ~self._out_of_scope(access, before, verb)
             if (excused | (before == 0)).all():
                 return
-        bad = self._unordered(a, before, excused)
+        bad = self._unordered(access, before, excused)
         if bad.any():
-            self._report(a, bad, before, _PROBLEMS[verb])
-        bad = self.lanes.unordered(verb, a.vectors, a.lane, before, a.stamps, a.rows) & ~excused
+            self._report(access, bad, before, _PROBLEMS[verb])
+        stamps, rows = access.stamps, access.rows
+        lanes = self.lanes.unordered(verb, access.vectors, access.lane, before, stamps, rows)
+        bad = lanes & ~excused
         if bad.any():
-            self._report(a, bad, before, LANES_OF_A_WARP)
-        if a.bulk and verb != "overtake":
-            self._check_proxy(a, before, verb)
+            self._report(access, bad, before, LANES_OF_A_WARP)
+        if access.bulk and verb != "overtake":
+            self._check_proxy(access, before, verb)
 
-    def _check_proxy(self, a: _Access, before: Array, verb: str) -> None:
+    def _check_proxy(self, access: _Access, before: Array, verb: str) -> None:
         """Checks that what a bulk copy accesses was written by others, or before a proxy fence."""
-        m, writers = self.machine, self.write_pc.take(a.vectors)
-        stores = [p for p in np.unique(writers).tolist() if "bulk" not in m.program.code[p].mods]
+        machine, writers = self.machine, self.write_pc.take(access.vectors)
+        stores = [
+            p for p in np.unique(writers).tolist() if "bulk" not in machine.program.code[p].mods
+        ]
         bad: Array = (before != 0) & np.isin(writers, stores)
         if not bad.any():
             return
-        warps, clock = m.clocks.decode(before & LOW)
-        visible = m.clocks.proxied(m.row_cluster[a.rows], m.row_member[a.rows])
+        warps, clock = machine.clocks.decode(before & LOW)
+        visible = machine.clocks.proxied(
+            machine.row_cluster[access.rows], machine.row_member[access.rows]
+        )
         if visible is not None:
-            known = np.take_along_axis(visible, warps[:, None], axis=1)[:, 0] >= clock
-            bad &= ~known | (block_of(before) != block_of(a.stamps))
-        for place in np.flatnonzero(bad & (block_of(before) != block_of(a.stamps))):
-            row, stamp = int(a.rows[place]), int(before[place])
-            bad[place] = not self.order.has_ordered(row, stamp, proxied=True)
+            fenced = np.take_along_axis(visible, warps[:, None], axis=1)[:, 0] >= clock
+            bad &= ~fenced | (block_of(before) != block_of(access.stamps))
+        for entry in np.flatnonzero(bad & (block_of(before) != block_of(access.stamps))):
+            row, stamp = int(access.rows[entry]), int(before[entry])
+            bad[entry] = not self.order.has_ordered(row, stamp, proxied=True)
         if bad.any():
             first = int(np.argmax(bad))
             what = f"race in global memory: an asynchronous {verb} of what ordinary stores wrote, "
             what += "without a proxy fence"
-            numbers = f"{self._place(int(a.vectors[first]))}; written at "
-            numbers += m.program.describe(int(writers[first]))
+            numbers = f"{self._location(int(access.vectors[first]))}; written at "
+            numbers += machine.program.describe(int(writers[first]))
             way = "execute fence.proxy.async.global, or fence.proxy.async, after the stores and "
             way += "before the copy, on either side of the barrier between them"
-            m.fail(RaceError, what, self._origin(a, first), numbers, way)
+            machine.fail(RaceError, what, self._origin(access, first), numbers, way)
 
-    def _out_of_scope(self, a: _Access, before: Array, verb: str) -> Array:
-        """Which pairs of accesses are of two blocks, and one of them is strong in its own alone.
+    def _out_of_scope(self, access: _Access, before: Array, verb: str) -> Array:
+        """Which accesses are by another block than the earlier ones, and one of the two is strong
+        within its own block alone.
 
         The scope of an earlier read is not kept.
         """
         narrow = self.machine.program.accesses.narrow
         if not narrow:
             return np.zeros(len(before), bool)
-        apart: Array = block_of(before) != block_of(a.stamps)
+        apart: Array = block_of(before) != block_of(access.stamps)
         apart |= (before & _MANY_BLOCKS) != 0
-        if a.here.pc in narrow:
+        if access.execution.pc in narrow:
             return apart
         if verb == "overtake":
             return np.zeros_like(apart)
-        return apart & np.isin(self.write_pc.take(a.vectors), list(narrow))
+        return apart & np.isin(self.write_pc.take(access.vectors), list(narrow))
 
-    def _flatten(self, here: Execution, offset: Any) -> tuple[Array, Array]:
-        rows = here.cohort.rows
-        if here.lanes is None:
+    def _flatten(self, execution: Execution, offset: Any) -> tuple[Array, Array]:
+        rows = execution.cohort.rows
+        if execution.lanes is None:
             width = offset.shape[1] if offset.ndim else 1
             full = np.broadcast_to(offset, (len(rows), width))
             return np.repeat(rows, width), full.reshape(-1)
-        row, _ = np.nonzero(here.active)
+        row, _ = np.nonzero(execution.active)
         return rows[row], offset
 
     def _stamps(self, rows: Array, strong: bool, racing: bool = False) -> Array:
-        m = self.machine
-        block = m.cluster_ids[m.row_cluster[rows]] + 1
-        low = self.machine.clocks.clock[rows] << CLOCK_SHIFT | m.row_member[rows]
+        machine = self.machine
+        block = machine.cluster_ids[machine.row_cluster[rows]] + 1
+        low = self.machine.clocks.clock[rows] << CLOCK_SHIFT | machine.row_member[rows]
         return block << BLOCK_SHIFT | low | (ATOMIC if strong else 0) | (_RACING if racing else 0)
 
     def _vectors(self, flat: Array, stamps: Array, rows: Array, size: int) -> tuple[Array, ...]:
@@ -386,36 +395,38 @@ class GlobalRaces:
         vectors = (first[:, None] + np.arange(many)).reshape(-1)
         return vectors, np.repeat(stamps, many), np.repeat(rows, many)
 
-    def _unordered(self, a: _Access, before: Array, excused: Any) -> Array:
+    def _unordered(self, access: _Access, before: Array, excused: Any) -> Array:
         """Which earlier accesses are not ordered before these ones; at least one is a write."""
-        known = self._known(before, a.vectors, a.rows)
-        other_block = block_of(before) != block_of(a.stamps)
+        ordered = self._ordered_in_block(before, access.vectors, access.rows)
+        other_block = block_of(before) != block_of(access.stamps)
         several = (before & _MANY_BLOCKS) != 0
-        bad = (before != 0) & (other_block | several | ~known) & ~excused
+        bad = (before != 0) & (other_block | several | ~ordered) & ~excused
         if self.order.tracks_fences and bad.any():
-            for place in np.flatnonzero(bad & (other_block | several)):
-                row, vector = a.rows[place], a.vectors[place]
-                ordered = known[place]
-                if other_block[place]:
-                    ordered = self._has_ordered(row, before[place], vector)
-                apart = several[place] and not self._after_apart(row, vector)
-                bad[place] = apart or not ordered
+            for entry in np.flatnonzero(bad & (other_block | several)):
+                row, vector = access.rows[entry], access.vectors[entry]
+                entry_ordered = ordered[entry]
+                if other_block[entry]:
+                    entry_ordered = self._has_ordered(row, before[entry], vector)
+                apart = several[entry] and not self._after_apart(row, vector)
+                bad[entry] = apart or not entry_ordered
         return bad  # type: ignore[no-any-return]
 
-    def _known(self, before: Array, vectors: Array, rows: Array) -> Array:
-        """Which earlier accesses of the block of warps ``rows`` happened before theirs."""
-        m, low = self.machine, before & LOW
-        clusters, members = m.row_cluster[rows], m.row_member[rows]
-        known = m.clocks.ordered(clusters, members, low)
+    def _ordered_in_block(self, before: Array, vectors: Array, rows: Array) -> Array:
+        """Which earlier accesses of the block of a warp happened before the access of the warp."""
+        machine, low = self.machine, before & LOW
+        clusters, members = machine.row_cluster[rows], machine.row_member[rows]
+        ordered = machine.clocks.ordered(clusters, members, low)
         many = (before & _MANY_WARPS) != 0
         if many.any():
-            floor = m.clocks.floor_stamp[rows] >> CLOCK_SHIFT
-            known = np.where(many, low >> CLOCK_SHIFT < floor, known)
-            some = np.flatnonzero(many & ~known)
+            floor = machine.clocks.floor_stamp[rows] >> CLOCK_SHIFT
+            ordered = np.where(many, low >> CLOCK_SHIFT < floor, ordered)
+            some = np.flatnonzero(many & ~ordered)
             slots, warps = clusters[some], members[some]
-            seen = m.clocks.seen[slots, warps, : m.cluster_warps]
-            known[some] = self.warp_reads.seen(vectors[some], m.cluster_ids[slots], seen, warps)
-        return known
+            seen = machine.clocks.seen[slots, warps, : machine.cluster_warps]
+            ordered[some] = self.warp_reads.seen(
+                vectors[some], machine.cluster_ids[slots], seen, warps
+            )
+        return ordered
 
     def _has_ordered(self, row: Any, stamp: Any, vector: Any) -> bool:
         """Whether fences and atomics order a write, or reads of a vector, before a warp."""
@@ -424,14 +435,14 @@ class GlobalRaces:
             return False
         many = stamp & _MANY_WARPS != 0
         reads = self.warp_reads.stamps(int(vector), int(block_of(stamp))) if many else ()
-        return all(self.ordered(row, one) for one in reads)
+        return all(self.ordered(row, read) for read in reads)
 
     def _after_apart(self, row: Any, vector: Any) -> bool:
         """Whether a warp comes after the read in `apart_stamp`."""
-        m, stamp = self.machine, self.apart_stamp[vector]
-        slot = m.row_cluster[row]
-        if block_of(stamp) == m.cluster_ids[slot] + 1:
-            return bool(m.clocks.ordered(slot, m.row_member[row], stamp & LOW))
+        machine, stamp = self.machine, self.apart_stamp[vector]
+        slot = machine.row_cluster[row]
+        if block_of(stamp) == machine.cluster_ids[slot] + 1:
+            return bool(machine.clocks.ordered(slot, machine.row_member[row], stamp & LOW))
         return self._has_ordered(row, stamp, vector)
 
     def _note_reads(
@@ -445,17 +456,17 @@ class GlobalRaces:
         if lane is not None:
             self.lanes.note_reads(vectors, lane, old, stamps)
         self.read_stamp[vectors] = stamps
-        now = self.read_stamp.take(vectors)
+        stored = self.read_stamp.take(vectors)
         block = block_of(stamps)
         other = (old != 0) & (block_of(old) != block)
         if rows is not None and self.order.tracks_fences:
-            for place in np.flatnonzero(other):
-                other[place] = not self._has_ordered(rows[place], old[place], vectors[place])
-        together = block_of(now) != block
+            for entry in np.flatnonzero(other):
+                other[entry] = not self._has_ordered(rows[entry], old[entry], vectors[entry])
+        together = block_of(stored) != block
         several = old & _MANY_BLOCKS != 0
         if rows is not None and self.order.tracks_fences:
-            for place in np.flatnonzero(several):
-                several[place] = not self._after_apart(rows[place], vectors[place])
+            for entry in np.flatnonzero(several):
+                several[entry] = not self._after_apart(rows[entry], vectors[entry])
         self.apart_stamp[vectors[other]] = old[other]
         self.apart_stamp[vectors[together]] = stamps[together]
         other |= together
@@ -464,8 +475,8 @@ class GlobalRaces:
         warps &= ((old ^ stamps) & WARP != 0) | (old & _MANY_WARPS != 0)
         if rows is not None and warps.any():
             some = np.flatnonzero(warps)
-            warps[some] = ~self._known(old[some], vectors[some], rows[some])
-        many = warps | ((now ^ stamps) & WARP != 0)
+            warps[some] = ~self._ordered_in_block(old[some], vectors[some], rows[some])
+        many = warps | ((stored ^ stamps) & WARP != 0)
         flags |= np.where(many, _MANY_WARPS, 0)
         marked = flags != 0
         if many.any():
@@ -480,72 +491,74 @@ class GlobalRaces:
             left = self.read_stamp.take(vectors)  # of one block, where several read together
             many |= left & _MANY_WARPS != 0
             first = warps & (old & _MANY_WARPS == 0)
-            for which, who in ((first, old), (many, stamps)):
-                which &= block_of(who) == block_of(left)
-                self.warp_reads.note(vectors[which], who[which])
+            for chosen, noted in ((first, old), (many, stamps)):
+                chosen &= block_of(noted) == block_of(left)
+                self.warp_reads.note(vectors[chosen], noted[chosen])
 
-    def _unlog(self, place: int) -> None:
+    def _unlog(self, allocation_index: int) -> None:
         """Moves the listed reads of a buffer into the shadow, before its first write."""
-        for flat, stamps, size, pc in self.log.pop(place, []):
+        for flat, stamps, size, pc in self.log.pop(allocation_index, []):
             vectors, wide, _ = self._vectors(flat, stamps, flat, size)
             self._note_reads(vectors, wide, pc)
 
-    def _origin(self, a: _Access, which: int) -> Site:
+    def _origin(self, access: _Access, vector: int) -> Site:
         """The thread of one vector of an access."""
-        many, here = max(1, a.size >> self.shift), a.here
-        if here.lanes is None:
-            return here.site(*divmod(which // many, len(a.vectors) // many // here.cohort.n))
-        row, lane = np.argwhere(here.active)[which // many]
-        return here.site(row, int(lane))
+        vectors_per_access, execution = max(1, access.size >> self.shift), access.execution
+        if execution.lanes is None:
+            accesses_per_warp = len(access.vectors) // vectors_per_access // execution.cohort.n
+            return execution.site(*divmod(vector // vectors_per_access, accesses_per_warp))
+        row, lane = np.argwhere(execution.active)[vector // vectors_per_access]
+        return execution.site(row, int(lane))
 
-    def _place(self, vector: int) -> str:
+    def _location(self, vector: int) -> str:
         return self.machine.memory.describe((vector << self.shift) + self.machine.memory.base)
 
-    def _report_flying(self, a: _Access, bad: Array, verb: str) -> NoReturn:
+    def _report_flying(self, access: _Access, bad: Array, verb: str) -> NoReturn:
         """Raises for a vector of a bulk store that may not have been written yet."""
         first = int(np.argmax(bad))
-        vector = int(a.vectors[first])
+        vector = int(access.vectors[first])
         copy = self.machine.program.describe(int(self.write_pc[vector]))
         what = f"race in global memory: a {verb} of bytes that a bulk copy out of shared memory "
         what += "may still write"
-        numbers = f"{self._place(vector)}; the copy: {copy}"
+        numbers = f"{self._location(vector)}; the copy: {copy}"
         way_out = "execute cp.async.bulk.wait_group, without .read, in the thread of the copy, and "
         way_out += "then a barrier with that thread"
-        self.machine.fail(RaceError, what, self._origin(a, first), numbers, way_out)
+        self.machine.fail(RaceError, what, self._origin(access, first), numbers, way_out)
 
-    def _report_read_only(self, a: _Access, bad: Array, others: Array) -> NoReturn:
+    def _report_read_only(self, access: _Access, bad: Array, others: Array) -> NoReturn:
         """Raises for a vector that one instruction reads by .nc and another one writes."""
-        m, first = self.machine, int(np.argmax(bad))
-        vector, reads = int(a.vectors[first]), others is self.write_pc
+        machine, first = self.machine, int(np.argmax(bad))
+        vector, reads = int(access.vectors[first]), others is self.write_pc
         other = int(others[vector]) - (not reads)
         what = "a load by .nc (ld.global.nc, __ldg, const __restrict__) of memory that the kernel "
         what += "writes: PTX requires that it is read-only while the kernel runs"
-        numbers = f"{self._place(vector)}; {'written' if reads else 'read'} at "
-        numbers += m.program.describe(other)
+        numbers = f"{self._location(vector)}; {'written' if reads else 'read'} at "
+        numbers += machine.program.describe(other)
         way_out = "load it without .nc: no __ldg, and no __restrict__ on pointers to the same "
         way_out += "memory"
-        m.fail(RaceError, what, self._origin(a, first), numbers, way_out)
+        machine.fail(RaceError, what, self._origin(access, first), numbers, way_out)
 
     def _report(
-        self, a: _Access, bad: Array, before: Array, problem: str, together: bool = False
+        self, access: _Access, bad: Array, before: Array, problem: str, together: bool = False
     ) -> NoReturn:
         """Raises for the first vector that ``bad`` marks; ``before`` holds the earlier stamps.
 
         ``together``: one instruction makes both accesses.
         """
-        m = self.machine
+        machine = self.machine
         first = int(np.argmax(bad))
-        stamp, vector, site = int(before[first]), int(a.vectors[first]), self._origin(a, first)
+        stamp, vector = int(before[first]), int(access.vectors[first])
+        site = self._origin(access, first)
         block = block_of(stamp) - 1
         if stamp & _MANY_BLOCKS:
-            who = "several blocks"
-        elif block != int(m.cluster_ids[m.row_cluster[site.cohort.rows[site.row]]]):
-            who = f"block {block}"
+            accessor = "several blocks"
+        elif block != int(machine.cluster_ids[machine.row_cluster[site.cohort.rows[site.row]]]):
+            accessor = f"block {block}"
         else:
-            who = f"another warp of the {'block' if m.cluster_size == 1 else 'cluster'}"
-        numbers = self._place(vector)
+            accessor = f"another warp of the {'block' if machine.cluster_size == 1 else 'cluster'}"
+        numbers = self._location(vector)
         if problem != _PROBLEMS["overtake"]:
-            numbers += f"; written at {m.program.describe(int(self.write_pc[vector]))}"
+            numbers += f"; written at {machine.program.describe(int(self.write_pc[vector]))}"
         way = "write these bytes in one block only, use atomics, or order the accesses (a barrier "
         way += "within a block; another launch, or a fence and an atomic, between blocks)"
         if problem is LANES_OF_A_WARP:
@@ -553,19 +566,21 @@ class GlobalRaces:
         elif self.order.awaits_fence(int(site.cohort.rows[site.row]), stamp):
             way = FENCE_AFTER_ATOMIC
         elif problem == _PROBLEMS["write"]:
-            way += m.forgives_store(site, together)
-        if a.racing:
+            way += machine.forgives_store(site, together)
+        if access.racing:
             numbers += VOLATILE
-        if a.strong and stamp & ATOMIC and m.program.accesses.narrow and not a.racing:
+        atomic, narrow = stamp & ATOMIC, machine.program.accesses.narrow
+        if access.strong and atomic and narrow and not access.racing:
             numbers += _NARROW
             way = f"give both accesses the scope .gpu or .sys, or {way}"
-        atomic = stamp & ATOMIC
-        way += m.forgives_guess(site.pc, atomic)
-        if a.strong and stamp & _RACING and not atomic:
+        way += machine.forgives_guess(site.pc, atomic)
+        if access.strong and stamp & _RACING and not atomic:
             way += way_out("compare_and_swap_guess")
-        m.fail(RaceError, f"race in global memory: {problem.format(who)}", site, numbers, way)
+        machine.fail(
+            RaceError, f"race in global memory: {problem.format(accessor)}", site, numbers, way
+        )
 
 
 def _flying(stamps: Array) -> Array:
-    """Which writes are those of bulk copies that have not been waited for."""
+    """Whether each write is by a bulk copy that has not been waited for."""
     return (stamps & LOW) >> CLOCK_SHIFT == _FLYING  # type: ignore[no-any-return]

@@ -50,22 +50,22 @@ class LateWaits:
             row = np.full((1, *table.shape[1:]), value, table.dtype)
             setattr(self, name, np.concatenate([table, row]))
 
-    def forget(self, k: Array, b: Array) -> None:
-        """These mbarriers are initialised again."""
-        rows = b[:, None] * self.machine.warps + np.arange(self.machine.warps)
-        self.phase[k[:, None], rows] = _NEVER
+    def forget(self, numbers: Array, blocks: Array) -> None:
+        """Forgets the waits for mbarriers that are initialised again."""
+        rows = blocks[:, None] * self.machine.warps + np.arange(self.machine.warps)
+        self.phase[numbers[:, None], rows] = _NEVER
 
-    def note(self, k: Array, rows: Array, pc: int) -> None:
-        """Records that warps ``rows`` have seen the latest phases of mbarriers ``k`` complete."""
-        m = self.machine
-        phase = m.mbarriers.phase[k, m.row_block[rows]] - 1
-        self.phase[k, rows], self.pc[k, rows] = phase, pc
-        self.clock[k, rows] = m.clocks.clock[rows]
-        self.group_clock[k, rows] = _UNSEEN
+    def note(self, numbers: Array, rows: Array, pc: int) -> None:
+        """Records that warps have seen the latest phases of mbarriers complete."""
+        machine = self.machine
+        phase = machine.mbarriers.phase[numbers, machine.row_block[rows]] - 1
+        self.phase[numbers, rows], self.pc[numbers, rows] = phase, pc
+        self.clock[numbers, rows] = machine.clocks.clock[rows]
+        self.group_clock[numbers, rows] = _UNSEEN
         self._open[rows] = True
 
     def wgmma(self, rows: Array) -> None:
-        """Whole warpgroups execute a wgmma."""
+        """Records that whole warpgroups execute a wgmma."""
         if not self._open[rows].any():
             return
         self._open[rows] = False
@@ -73,65 +73,73 @@ class LateWaits:
         table = self.group_clock[:, rows]
         self.group_clock[:, rows] = np.where(table == _UNSEEN, clocks, table)
 
-    def delivered(self, k: Array, b: Array, known: Array) -> None:
-        """Copies for these mbarriers are complete; their threads had the clocks ``known``."""
-        np.maximum.at(self.issuers, (k, b), known[:, : self.machine.cluster_warps])
+    def delivered(self, numbers: Array, blocks: Array, issue_clocks: Array) -> None:
+        """Records that copies are complete, and the clocks of their threads at the start."""
+        np.maximum.at(
+            self.issuers, (numbers, blocks), issue_clocks[:, : self.machine.cluster_warps]
+        )
 
-    def check(self, k: Array, b: Array, published: Array) -> None:
+    def check(self, numbers: Array, blocks: Array, published: Array) -> None:
         """Checks the waits for the phases before those that have just completed.
 
         Args:
-            k, b: mbarriers and blocks.
+            numbers, blocks: of the mbarriers.
             published: clocks of the warps that arrived in them (n, columns).
 
         Raises:
             RaceError: nothing orders a wait before the end of the next phase.
         """
-        m = self.machine
-        warps = np.arange(m.warps)
-        at = (k[:, None], b[:, None] * m.warps + warps)
-        before = self.phase[at] == m.mbarriers.phase[k, b][:, None] - 2
-        published = np.maximum(published[:, : m.cluster_warps], self.issuers[k, b])
-        each = np.arange(len(k))[:, None]
-        first = (b % m.cluster_size * m.warps)[:, None]
-        late = before & (published[each, first + warps] < self.clock[at])
+        machine = self.machine
+        warps = np.arange(machine.warps)
+        index = (numbers[:, None], blocks[:, None] * machine.warps + warps)
+        before = self.phase[index] == machine.mbarriers.phase[numbers, blocks][:, None] - 2
+        published = np.maximum(published[:, : machine.cluster_warps], self.issuers[numbers, blocks])
+        entries = np.arange(len(numbers))[:, None]
+        first = (blocks % machine.cluster_size * machine.warps)[:, None]
+        late = before & (published[entries, first + warps] < self.clock[index])
         if not late.any():
             return
-        members = np.minimum(warps[:, None] // 4 * 4 + np.arange(4), m.warps - 1)
-        known = published[each[:, :, None], first[:, :, None] + members]
-        late &= ~(known >= self.group_clock[at]).any(axis=2)
+        members = np.minimum(warps[:, None] // 4 * 4 + np.arange(4), machine.warps - 1)
+        clocks = published[entries[:, :, None], first[:, :, None] + members]
+        late &= ~(clocks >= self.group_clock[index]).any(axis=2)
         if not late.any():
             return
-        place, warp = (int(i) for i in np.argwhere(late)[0])
-        number, row = int(k[place]), int(b[place]) * m.warps + warp
+        entry, warp = (int(i) for i in np.argwhere(late)[0])
+        number, row = int(numbers[entry]), int(blocks[entry]) * machine.warps + warp
         self._report(row, number, int(self.phase[number, row]), int(self.pc[number, row]))
 
-    def require_in_time(self, rows: Array, k: Array, parity: Array, pc: int) -> None:
+    def require_in_time(self, rows: Array, numbers: Array, parity: Array, pc: int) -> None:
         """Checks waits (n,) of warps for mbarriers by parity, whether they succeed or not.
 
-        A warp that is ordered after the first ``known`` phases waits for the next one, or for the
-        one before that: the parity says for which. Warps that arrive at an mbarrier themselves may
-        know more than that, and are not checked here.
+        A warp that is ordered after the first ``seen_phases`` phases waits for the next one, or for
+        the one before that: the parity says for which. Warps that arrive at an mbarrier themselves
+        may know more than that, and are not checked here.
 
         Raises:
             RaceError: a later phase has completed, which this warp need not have seen.
         """
-        m = self.machine
-        b = m.row_block[rows]
-        columns = m.mbarriers.columns[k, b % m.cluster_size]
-        known = m.clocks.seen[m.row_cluster[rows], m.row_member[rows], columns]
-        known = np.maximum(known, self.phase[k, rows] + 1)  # a relaxed wait orders nothing
-        phase = known - ((known ^ parity) & 1)
-        late = (m.mbarriers.phase[k, b] > phase + 1) & ~self.arrives[k, rows]
+        machine = self.machine
+        blocks = machine.row_block[rows]
+        columns = machine.mbarriers.columns[numbers, blocks % machine.cluster_size]
+        seen_phases = machine.clocks.seen[
+            machine.row_cluster[rows], machine.row_member[rows], columns
+        ]
+        # A relaxed wait orders nothing, and yet the warp knows of the phase.
+        seen_phases = np.maximum(seen_phases, self.phase[numbers, rows] + 1)
+        phase = seen_phases - ((seen_phases ^ parity) & 1)
+        late = (machine.mbarriers.phase[numbers, blocks] > phase + 1) & ~self.arrives[numbers, rows]
         for first in np.flatnonzero(late)[:1]:
-            self._report(int(rows[first]), int(k[first]), int(phase[first]), pc)
+            self._report(int(rows[first]), int(numbers[first]), int(phase[first]), pc)
 
     def _report(self, row: int, number: int, phase: int, pc: int) -> NoReturn:
-        m = self.machine
+        machine = self.machine
         what = "an mbarrier may be two phases ahead of a warp that waits for it: the warp finds "
         what += "the same parity again"
-        numbers = f"mbarrier at shared offset {m.mbarriers.addresses[number]}: this warp waits for "
+        offset = machine.mbarriers.addresses[number]
+        numbers = f"mbarrier at shared offset {offset}: this warp waits for "
         numbers += f"phase {phase}, and nothing orders its wait before the end of phase {phase + 1}"
         way_out = "let the warp that waits arrive, at this or another barrier, before the next "
         way_out += "phase can complete: one warp's arrival does not show that others have waited"
-        raise RaceError(what, where=m.place(row, None, pc), numbers=numbers, way_out=way_out)
+        raise RaceError(
+            what, where=machine.location(row, None, pc), numbers=numbers, way_out=way_out
+        )

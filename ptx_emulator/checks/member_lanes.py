@@ -40,51 +40,52 @@ class MemberLanes:
         self.machine = machine
         self._strays: dict[int, _Stray] = {}
 
-    def require(self, here: Execution, mask: Any) -> None:
+    def require(self, execution: Execution, mask: Any) -> None:
         """Checks that the lanes that execute a .sync instruction are in their member masks, and
         that the lanes of a mask have the same mask.
 
         Raises:
             BarrierDivergence: not so.
         """
-        given = np.asarray(mask)
-        outside = (given >> LANES) & np.uint32(1) == 0
-        if here.any(outside):
-            site = here.first(outside)
+        member_masks = np.asarray(mask)
+        outside = (member_masks >> LANES) & np.uint32(1) == 0
+        if execution.any(outside):
+            site = execution.first(outside)
             what = "a lane executes an instruction whose member mask does not contain it"
-            numbers = f"member mask {int(here.spread(mask)[site.row, site.lane]):#010x}"
+            numbers = f"member mask {int(execution.spread(mask)[site.row, site.lane]):#010x}"
             way_out = "name every lane that executes it, or branch around it in the other lanes"
             self.machine.fail(BarrierDivergence, what, site, numbers, way_out)
-        if given.ndim < 2 or given.shape[1] == 1:
+        if member_masks.ndim < 2 or member_masks.shape[1] == 1:
             return
-        masks, active = here.spread(given), here.active
-        differ = masks[:, :, None] != masks[:, None, :]
-        differ &= (masks[:, :, None] >> LANES) & np.uint32(1) != 0
+        lane_masks, active = execution.spread(member_masks), execution.active
+        differ = lane_masks[:, :, None] != lane_masks[:, None, :]
+        differ &= (lane_masks[:, :, None] >> LANES) & np.uint32(1) != 0
         differ &= active[:, :, None] & active[:, None, :]
         if differ.any():
             row, lane, other = (int(i) for i in np.argwhere(differ)[0])
             what = "lanes of one member mask execute an instruction with different member masks"
-            mine, its = (f"{int(masks[row, i]):#010x}" for i in (lane, other))
-            numbers = f"member mask {mine}; lane {other}, which it contains, has {its}"
+            own_mask, other_mask = (f"{int(lane_masks[row, i]):#010x}" for i in (lane, other))
+            numbers = f"member mask {own_mask}; lane {other}, which it contains, has {other_mask}"
             way_out = "give all lanes that exchange with each other the same mask"
-            site = here.site(row, lane)
+            site = execution.site(row, lane)
             self.machine.fail(BarrierDivergence, what, site, numbers, way_out)
 
-    def taking_part(self, here: Execution, source: Array, mask: Any, used: bool) -> Any:
+    def taking_part(self, execution: Execution, source: Array, mask: Any, used: bool) -> Any:
         """Whether the lane that each lane reads, ``source``, is in its mask and executes a shuffle.
 
         Otherwise the result is undefined, which is an error if it is ``used``.
         """
-        source, members, executing = here.spread(source), here.spread(mask), here.active
+        source, members = execution.spread(source), execution.spread(mask)
+        executing = execution.active
         good = (members >> source.astype(np.uint32)) & np.uint32(1) != 0
         good &= np.take_along_axis(executing, source, axis=1)
         bad = ~good & executing
         if not bad.any():
             return np.True_
-        self._strays[here.pc] = stray = _Stray(here.cohort, bad, source, members)
+        self._strays[execution.pc] = stray = _Stray(execution.cohort, bad, source, members)
         if used:
             row, lane = (int(i) for i in np.argwhere(bad)[0])
-            self._report(here.pc, stray, row, lane, "")
+            self._report(execution.pc, stray, row, lane, "")
         return good
 
     def blame_shuffle(self, site: Site) -> None:
@@ -114,13 +115,14 @@ class MemberLanes:
         Raises:
             BarrierDivergence: lanes have exited, or the block ends within the warp.
         """
-        m, there = self.machine, cohort.full_mask()
-        row = int(np.argmin(there.all(axis=1)))
-        if there[row].all():
+        machine, active = self.machine, cohort.full_mask()
+        row = int(np.argmin(active.all(axis=1)))
+        if active[row].all():
             return
-        what = f"a part of a warp executes {m.program.code[pc].op}, which all 32 threads of a warp "
-        what += "must execute (.aligned)"
-        numbers = f"lanes {ranges_text(there[row])} execute it; the others have exited, or the "
-        numbers += f"block of {m.threads} threads does not have them"
+        opcode = machine.program.code[pc].op
+        what = f"a part of a warp executes {opcode}, which all 32 threads of a warp must execute "
+        what += "(.aligned)"
+        numbers = f"lanes {ranges_text(active[row])} execute it; the others have exited, or the "
+        numbers += f"block of {machine.threads} threads does not have them"
         way_out = "branch around it in whole warps only, and let no lane exit before it"
-        m.fail(BarrierDivergence, what, Site(cohort, pc, row), numbers, way_out)
+        machine.fail(BarrierDivergence, what, Site(cohort, pc, row), numbers, way_out)

@@ -53,30 +53,31 @@ class SharedAccess:
     Attributes:
         cohort: the cohort that executes the instruction ``pc``, for messages.
         rows: the warp of each access, (g,); (g, w) if w warps execute an access together.
-        where: offsets into `Wave.shared`, (g, k).
+        offsets: offsets into `Wave.shared`, (g, k).
         size: bytes at each offset, a power of two up to 128, to which the offsets are aligned.
             Large sizes are checked faster.
-        places: row of ``cohort`` of each access, (g,); None: each row accesses one offset per lane.
+        cohort_rows: row of ``cohort`` of each access, (g,); None: each row accesses one offset per
+            lane.
         lanes: lane of each access, (g,); None if it is unknown.
         strong: atomic or volatile; ``racing``: see `PtxProgram.racing`.
     """
 
     cohort: Cohort
     rows: Array
-    where: Array
+    offsets: Array
     size: int
     pc: int
-    places: Array | None = None
+    cohort_rows: Array | None = None
     lanes: Array | None = None
     strong: bool = False
     racing: bool = False
 
-    def site(self, place: int, offset: int) -> Site:
+    def site(self, index: int, offset: int) -> Site:
         """The origin of an access, by the index of the access and of the offset."""
-        if self.places is None:
-            return Site(self.cohort, self.pc, place, offset)
-        lane = None if self.lanes is None else int(self.lanes[place])
-        return Site(self.cohort, self.pc, int(self.places[place]), lane)
+        if self.cohort_rows is None:
+            return Site(self.cohort, self.pc, index, offset)
+        lane = None if self.lanes is None else int(self.lanes[index])
+        return Site(self.cohort, self.pc, int(self.cohort_rows[index]), lane)
 
 
 EVERY = 32  # the lane of an access by all lanes
@@ -108,13 +109,13 @@ class _PartialRelease:
 
     Attributes:
         first, last: clocks of the accesses of the warp that only these lanes release.
-        own: the clock of each lane (32,) up to which it has released, by now and before.
+        lane_clocks: the clock of each lane (32,) up to which it has released, by now and before.
         covered: clock of the warp when all its lanes have synchronised or release; None before.
     """
 
     first: int
     last: int
-    own: Array
+    lane_clocks: Array
     covered: int | None = None
 
 
@@ -146,41 +147,41 @@ class SharedShadow:
         self.lane_reads: list[_LaneReads] = []
         self.releases: dict[int, list[_PartialRelease]] = {}  # by warp
 
-    def take(self, table: Array, where: Array, size: int) -> Array:
+    def take(self, table: Array, offsets: Array, size: int) -> Array:
         """The values of a shadow table for each vector of accesses (g, k), (g, vectors)."""
         many = size >> self.shift
         if many <= 1:
-            return table.take(where >> self.shift)
-        rows: Array = table.reshape(-1, many).take(where >> size.bit_length() - 1, axis=0)
-        return rows.reshape(len(where), -1)
+            return table.take(offsets >> self.shift)
+        rows: Array = table.reshape(-1, many).take(offsets >> size.bit_length() - 1, axis=0)
+        return rows.reshape(len(offsets), -1)
 
-    def never_written(self, where: Array, size: int) -> Array:
+    def never_written(self, offsets: Array, size: int) -> Array:
         """Which accesses (g,) are to bytes that nothing has written."""
-        never: Array = (self.take(self.written, where[:, None], size) == NEVER).any(axis=1)
+        never: Array = (self.take(self.written, offsets[:, None], size) == NEVER).any(axis=1)
         return never
 
-    def put(self, table: Array, where: Array, size: int, value: Any) -> None:
+    def put(self, table: Array, offsets: Array, size: int, value: Any) -> None:
         """Sets the values of a shadow table to one value, or to one per access (g,) or (g, k)."""
         many = size >> self.shift
         if np.ndim(value) == 1:
             value = value[:, None]
         if many <= 1:
-            table[where >> self.shift] = value
+            table[offsets >> self.shift] = value
         else:
             wide = value[..., None] if np.ndim(value) else value
-            table.reshape(-1, many)[where >> size.bit_length() - 1] = wide
+            table.reshape(-1, many)[offsets >> size.bit_length() - 1] = wide
 
-    def excused(self, a: SharedAccess, stamps: Array, verb: str) -> Array:
+    def excused(self, access: SharedAccess, stamps: Array, verb: str) -> Array:
         """Which writes, with these stamps, a strong access need not be ordered after."""
         strong: Array = (stamps & np.uint32(ATOMIC)) != 0
-        if a.racing and verb == "read" and strong.any():
-            writers = self.take(self.writer_pc, a.where, a.size)
+        if access.racing and verb == "read" and strong.any():
+            writers = self.take(self.writer_pc, access.offsets, access.size)
             strong &= ~np.isin(writers, list(self.machine.program.racing))
         return strong
 
     def fail(
         self,
-        a: SharedAccess,
+        access: SharedAccess,
         bad: Array,
         what: str,
         numbers: str,
@@ -188,20 +189,20 @@ class SharedShadow:
         kind: type[EmulatorError] = RaceError,
     ) -> NoReturn:
         """Raises for the first vector that ``bad`` (g, vectors) marks."""
-        vector, site = self.first(a, bad)
-        at = (vector << self.shift) % self.machine.shared_pitch
-        numbers += VOLATILE if a.racing else ""
-        self.machine.fail(kind, what, site, f"shared offset {at}; {numbers}", way_out)
+        vector, site = self.first(access, bad)
+        offset = (vector << self.shift) % self.machine.shared_pitch
+        numbers += VOLATILE if access.racing else ""
+        self.machine.fail(kind, what, site, f"shared offset {offset}; {numbers}", way_out)
 
-    def first(self, a: SharedAccess, bad: Array) -> tuple[int, Site]:
+    def first(self, access: SharedAccess, bad: Array) -> tuple[int, Site]:
         """The number of the first vector that ``bad`` (g, vectors) marks, and its origin."""
-        place, which = (int(i) for i in np.argwhere(bad)[0])
-        offset, part = divmod(which, max(1, a.size >> self.shift))
-        return int(a.where[place, offset] >> self.shift) + part, a.site(place, offset)
+        index, vector = (int(i) for i in np.argwhere(bad)[0])
+        offset, part = divmod(vector, max(1, access.size >> self.shift))
+        return int(access.offsets[index, offset] >> self.shift) + part, access.site(index, offset)
 
     @functools.cached_property
     def _mark(self) -> Array:
-        """Of each vector a mark, 0 between two calls."""
+        """A mark of each vector, 0 between two calls."""
         return np.zeros(self.count, np.int32)
 
     @property
@@ -213,7 +214,7 @@ class SharedShadow:
     # ---- what synchronises lanes
 
     def synchronise_lanes(self, cohort: Cohort, members: Any) -> None:
-        """The lanes of ``members`` (bit masks; None: all) of a cohort synchronise."""
+        """Synchronises the lanes of ``members`` (bit masks; None: all) of a cohort."""
         rows = cohort.rows
         some = self.accessed[rows]
         if not some.any():
@@ -221,245 +222,251 @@ class SharedShadow:
         whole = np.ones(cohort.n, bool)
         bits = None
         if cohort.mask is not None or members is not None:
-            given = np.uint32(0xFFFFFFFF) if members is None else np.asarray(members)
-            if cohort.mask is not None or (given != np.uint32(0xFFFFFFFF)).any():
-                bits = spread(given, cohort.n)
+            masks = np.uint32(0xFFFFFFFF) if members is None else np.asarray(members)
+            if cohort.mask is not None or (masks != np.uint32(0xFFFFFFFF)).any():
+                bits = spread(masks, cohort.n)
                 # Lanes that have exited do not matter.
-                here = cohort.full_mask()
+                active = cohort.full_mask()
                 named = (bits[:, :, None] >> LANES.astype(np.uint32)) & np.uint32(1) != 0
-                named &= here[:, None, :]
+                named &= active[:, None, :]
                 alive = self.machine.alive[rows]
                 every = (named | ~alive[:, None, :]).all(axis=2)
-                whole = (every | ~here).all(axis=1)
+                whole = (every | ~active).all(axis=1)
         full = rows[whole & some]
         if len(full):
             self.clocks.sync_lanes(full)
             self.accessed[full] = False
             for row in full.tolist() if self.releases else ():
-                for one in self.releases.get(row, ()):
-                    one.covered = one.covered or int(self.clocks.clock[row])
-        for place in np.flatnonzero(~whole & some).tolist():
-            row = int(rows[place])
-            for members_of in np.unique(named[place][here[place]], axis=0):
-                self._synchronise_some(row, np.flatnonzero(members_of))
+                for release in self.releases.get(row, ()):
+                    release.covered = release.covered or int(self.clocks.clock[row])
+        for cohort_row in np.flatnonzero(~whole & some).tolist():
+            row = int(rows[cohort_row])
+            for members_of_lane in np.unique(named[cohort_row][active[cohort_row]], axis=0):
+                self._synchronise_some(row, np.flatnonzero(members_of_lane))
             self.clocks.tick(np.array([row]))
 
     def _synchronise_some(self, row: int, lanes: Array) -> None:
         seen = self.partial.setdefault(row, np.zeros((32, 32), np.int64))
-        joined = seen[lanes].max(axis=0)
-        joined[lanes] = self.clocks.clock[row]
-        seen[lanes] = joined
+        newest = seen[lanes].max(axis=0)
+        newest[lanes] = self.clocks.clock[row]
+        seen[lanes] = newest
 
     def release_lanes(self, arrival: Execution, fenced: bool = False) -> None:
-        """Lanes of a cohort arrive at an mbarrier: they release their own accesses alone.
+        """Releases the accesses of the lanes of a cohort that arrive at an mbarrier, and no others.
 
-        ``fenced``: a strong access of theirs releases what precedes the last fence of its warp.
+        ``fenced``: a strong access, which releases what precedes the last fence of the warp.
         """
         rows = arrival.cohort.rows
         if not self.tracks_lanes or not self.accessed[rows].any():
             return
-        here = arrival.cohort.full_mask() & arrival.active
-        others = ~here.all(axis=1)  # even if they have exited since
+        arriving = arrival.cohort.full_mask() & arrival.active
+        others = ~arriving.all(axis=1)  # even if they have exited since
         for row in rows[~others].tolist() if self.releases and not fenced else ():
-            for one in self.releases.get(row, ()):
-                one.covered = one.covered or int(self.clocks.clock[row])
-        for place in np.flatnonzero(self.accessed[rows] & here.any(axis=1) & others).tolist():
-            row = int(rows[place])
+            for release in self.releases.get(row, ()):
+                release.covered = release.covered or int(self.clocks.clock[row])
+        for cohort_row in np.flatnonzero(
+            self.accessed[rows] & arriving.any(axis=1) & others
+        ).tolist():
+            row = int(rows[cohort_row])
             first, last = int(self.clocks.synced[row]), int(self.clocks.clock[row])
             if fenced:
-                known = self.clocks.fenced.get(row)
-                last = -1 if known is None else int(known[row % self.warps])
+                fenced_clocks = self.clocks.fenced.get(row)
+                last = -1 if fenced_clocks is None else int(fenced_clocks[row % self.warps])
             if last < first:
                 continue
-            found = self.releases.setdefault(row, [])
-            own = np.where(here[place], last, self._own(row, last))
-            found.append(_PartialRelease(first, last, own))
-            del found[:-_KEPT_RELEASES]
+            releases = self.releases.setdefault(row, [])
+            lane_clocks = np.where(arriving[cohort_row], last, self._lane_clocks(row, last))
+            releases.append(_PartialRelease(first, last, lane_clocks))
+            del releases[:-_KEPT_RELEASES]
 
-    def _own(self, row: int, until: int) -> Array:
-        """The clock of each lane (32,) up to which partial releases of a warp, themselves up to a
-        clock, release what the lane has accessed.
+    def _lane_clocks(self, row: int, until: int) -> Array:
+        """The clock of each lane (32,) up to which partial releases of a warp release the accesses
+        of the lane; ``until``: the clock up to which these releases count.
         """
-        none = np.zeros(32, np.int64)
-        return np.max([none, *(r.own for r in self.releases[row] if r.last <= until)], axis=0)  # type: ignore[no-any-return]
+        clocks = [r.lane_clocks for r in self.releases[row] if r.last <= until]
+        newest: Array = np.max([np.zeros(32, np.int64), *clocks], axis=0)
+        return newest
 
-    def strong_access(self, here: Execution) -> None:
-        """A strong store or atomic, before it releases, see `release_lanes`."""
-        how = StrongAccess.of(self.machine, here.pc)
-        if how.releases or self.clocks.fenced:
-            self.release_lanes(here, fenced=not how.releases)
+    def strong_access(self, execution: Execution) -> None:
+        """Releases the lanes of a strong store or atomic, before it releases its warp's clocks."""
+        ordering = StrongAccess.from_instruction(self.machine, execution.pc)
+        if ordering.releases or self.clocks.fenced:
+            self.release_lanes(execution, fenced=not ordering.releases)
 
     # ---- checks
 
     def _uncovered(
-        self, a: SharedAccess, row: int
+        self, access: SharedAccess, row: int
     ) -> Iterator[tuple[_PartialRelease, Array, Array]]:
         """Partial releases of a warp that others come after, but not after all of its lanes.
 
         Yields:
-            The release, which accesses (g,) come so, and the clock of each lane (32,) up to which
-            they come after a release by that lane, too.
+            A release, the accesses (g,) that come after it, and the clock of each lane (32,) up to
+            which they also come after a release by that lane.
         """
         cluster, member = divmod(row, self.warps)
-        others = (a.rows // self.warps == cluster) & (a.rows != row)
-        seen = self.clocks.seen[cluster, a.rows % self.warps, member]
+        others = (access.rows // self.warps == cluster) & (access.rows != row)
+        seen = self.clocks.seen[cluster, access.rows % self.warps, member]
         for until in np.unique(seen[others]).tolist():
             after = [
-                one
-                for one in self.releases[row]
-                if one.last <= until and (one.covered is None or until < one.covered)
+                release
+                for release in self.releases[row]
+                if release.last <= until and (release.covered is None or until < release.covered)
             ]
             if after:
-                at, own = others & (seen == until), self._own(row, until)
-                yield from ((one, at, own) for one in after)
+                late, lane_clocks = others & (seen == until), self._lane_clocks(row, until)
+                yield from ((release, late, lane_clocks) for release in after)
 
-    def against_partial_releases(self, a: SharedAccess, stamps: Array) -> None:
+    def against_partial_releases(self, access: SharedAccess, stamps: Array) -> None:
         """Checks accesses against writes of lanes whose warps arrived without them."""
-        if a.rows.ndim > 1:
+        if access.rows.ndim > 1:
             return
         agent, clock = self.clocks.decode(stamps)
-        writers = self.take(self.writer, a.where, a.size)
+        writers = self.take(self.writer, access.offsets, access.size)
         written = (stamps < ASYNC) & (writers != EVERY)
         for row in self.releases:
-            its = written & (agent == row % self.warps)
-            for one, late, own in self._uncovered(a, row) if its.any() else ():
-                bad = its & (clock >= one.first) & (clock <= one.last) & late[:, None]
-                bad &= clock > own[np.minimum(writers, 31)]
+            by_row = written & (agent == row % self.warps)
+            releases = self._uncovered(access, row) if by_row.any() else ()
+            for release, late, lane_clocks in releases:
+                bad = by_row & (clock >= release.first) & (clock <= release.last) & late[:, None]
+                bad &= clock > lane_clocks[np.minimum(writers, 31)]
                 if bad.any():
-                    self._report_release(a, bad, self._writer_pc(a, bad))
+                    self._report_release(access, bad, self._writer_pc(access, bad))
 
-    def _reads_not_released(self, a: SharedAccess, reads: _LaneReads) -> None:
+    def _reads_not_released(self, access: SharedAccess, reads: _LaneReads) -> None:
         """Checks a write against reads of lanes whose warps arrived without them."""
         before = reads.access
-        readers = np.broadcast_to(lanes_of(before), before.where.shape)
+        readers = np.broadcast_to(lanes_of(before), before.offsets.shape)
         for row in self.releases:
-            mine = before.rows == row
-            for one, late, own in self._uncovered(a, row) if mine.any() else ():
-                of = mine & (reads.clock >= one.first) & (reads.clock <= one.last)
-                if of.any():
-                    missing = reads.clock[of][:, None] > own[np.minimum(readers[of], 31)]
-                    missing &= readers[of] != EVERY
-                    self.put(self._mark, before.where[of], before.size, missing.astype(np.int32))
-                    bad = self.take(self._mark, a.where, a.size) > 0
+            same_warp = before.rows == row
+            releases = self._uncovered(access, row) if same_warp.any() else ()
+            for release, late, lane_clocks in releases:
+                chosen = same_warp & (reads.clock >= release.first) & (reads.clock <= release.last)
+                if chosen.any():
+                    lanes, offsets = readers[chosen], before.offsets[chosen]
+                    missing = reads.clock[chosen][:, None] > lane_clocks[np.minimum(lanes, 31)]
+                    missing &= lanes != EVERY
+                    self.put(self._mark, offsets, before.size, missing.astype(np.int32))
+                    bad = self.take(self._mark, access.offsets, access.size) > 0
                     bad &= late[:, None]
-                    self.put(self._mark, before.where[of], before.size, np.int32(0))
+                    self.put(self._mark, offsets, before.size, np.int32(0))
                     if bad.any():
-                        self._report_release(a, bad, before.pc)
+                        self._report_release(access, bad, before.pc)
 
-    def _report_release(self, a: SharedAccess, bad: Array, pc: int) -> NoReturn:
+    def _report_release(self, access: SharedAccess, bad: Array, pc: int) -> NoReturn:
         what = "race in shared memory: some lanes of a warp arrive at an mbarrier, or set a flag, "
         what += "for lanes that they have not synchronised with"
-        access = self.machine.program.describe(pc)
-        numbers = f"another lane of that warp accesses the bytes: {access}"
+        instruction = self.machine.program.describe(pc)
+        numbers = f"another lane of that warp accesses the bytes: {instruction}"
         advice = "execute __syncwarp() (bar.warp.sync) before that"
-        self.fail(a, bad, what, numbers, advice + way_out("warp_synchronous"))
+        self.fail(access, bad, what, numbers, advice + way_out("warp_synchronous"))
 
-    def lanes_against_writes(self, a: SharedAccess, stamps: Array, verb: str) -> None:
+    def lanes_against_writes(self, access: SharedAccess, stamps: Array, verb: str) -> None:
         """Checks an access against earlier writes of other lanes of its warp, with these stamps."""
-        if a.rows.ndim > 1 or not self.tracks_lanes:
+        if access.rows.ndim > 1 or not self.tracks_lanes:
             return
         agent, clock = self.clocks.decode(stamps)
-        warps = self.machine.row_member[a.rows][:, None]
-        bad = (agent == warps) & (clock >= self.clocks.synced[a.rows][:, None])
+        warps = self.machine.row_member[access.rows][:, None]
+        bad = (agent == warps) & (clock >= self.clocks.synced[access.rows][:, None])
         bad &= stamps < ASYNC
-        if a.strong:
-            bad &= ~self.excused(a, stamps, verb)
+        if access.strong:
+            bad &= ~self.excused(access, stamps, verb)
         if not bad.any():
             return
-        writers = self.take(self.writer, a.where, a.size)
-        lanes = lanes_of(a, self.shift)
+        writers = self.take(self.writer, access.offsets, access.size)
+        lanes = lanes_of(access, self.shift)
         bad &= (writers != lanes) & (writers != EVERY)
         if verb == "write":
             bad &= lanes != EVERY  # one of the lanes wrote before
         if self.partial and bad.any():
-            bad &= ~self._seen(a, bad, writers, clock)
+            bad &= ~self._seen(access, bad, writers, clock)
         if bad.any():
-            writer, pc = int(writers[bad][0]), self._writer_pc(a, bad)
+            writer, pc = int(writers[bad][0]), self._writer_pc(access, bad)
             text = f"lane {writer} writes there: {self.machine.program.describe(pc)}"
             doing = "write the same bytes" if verb == "write" else "write and read the same bytes"
             advice = SYNCHRONISE_LANES
-            advice += self.machine.forgives_guess(a.pc, int(stamps[bad][0]) & ATOMIC)
-            self.fail(a, bad, _WHAT.format(doing), text, advice)
+            advice += self.machine.forgives_guess(access.pc, int(stamps[bad][0]) & ATOMIC)
+            self.fail(access, bad, _WHAT.format(doing), text, advice)
 
-    def lanes_against_reads(self, a: SharedAccess) -> None:
+    def lanes_against_reads(self, access: SharedAccess) -> None:
         """Checks a write against earlier reads of other lanes of its warp."""
-        rows = a.rows
+        rows = access.rows
         if rows.ndim > 1 or not self.lane_reads:
             return
-        low, high = self._reach(a)
+        low, high = self._reach(access)
         for reads in self.lane_reads if self.releases else ():
-            if reads.low < high and low < reads.high and not _excuses(a, reads.access):
-                self._reads_not_released(a, reads)
+            if reads.low < high and low < reads.high and not _excuses(access, reads.access):
+                self._reads_not_released(access, reads)
         # Accesses of other warps are ordered, or not, elsewhere.
         since = np.full(len(self.accessed), _NEVER)
         since[rows] = self.clocks.synced[rows]
         for reads in self.lane_reads:
-            if reads.low >= high or low >= reads.high or _excuses(a, reads.access):
+            if reads.low >= high or low >= reads.high or _excuses(access, reads.access):
                 continue
             late = reads.clock >= since[reads.access.rows]
             if late.any():
-                self._against_read(a, reads, late)
+                self._against_read(access, reads, late)
 
-    def _against_read(self, a: SharedAccess, reads: _LaneReads, late: Array) -> None:
+    def _against_read(self, access: SharedAccess, reads: _LaneReads, late: Array) -> None:
         before = reads.access
-        readers = np.broadcast_to(lanes_of(before), before.where.shape)
+        readers = np.broadcast_to(lanes_of(before), before.offsets.shape)
         tags = ((before.rows + 1)[:, None] << 6 | readers) * late[:, None]
-        mine = lanes_of(a, self.shift)
+        own_lanes = lanes_of(access, self.shift)
         bad = np.zeros(1, bool)
         # Of several lanes that read the same bytes, the last and the first are compared.
         for way in (slice(None), slice(None, None, -1)):
-            self.put(self._mark, before.where[:, way], before.size, tags[:, way].astype(np.int32))
-            found = self.take(self._mark, a.where, a.size)
-            same = found >> 6 == (a.rows + 1)[:, None]
-            bad = bad | (same & (found & 63 != mine) & (mine != EVERY))
-        self.put(self._mark, before.where, before.size, np.int32(0))
+            self.put(self._mark, before.offsets[:, way], before.size, tags[:, way].astype(np.int32))
+            marks = self.take(self._mark, access.offsets, access.size)
+            same = marks >> 6 == (access.rows + 1)[:, None]
+            bad = bad | (same & (marks & 63 != own_lanes) & (own_lanes != EVERY))
+        self.put(self._mark, before.offsets, before.size, np.int32(0))
         if self.partial and bad.any():
-            lanes = np.minimum(found & 63, 31)
-            clock = np.broadcast_to(self.clocks.clock[a.rows][:, None], bad.shape)
-            bad &= ~self._seen(a, bad, lanes, clock - 1)
+            lanes = np.minimum(marks & 63, 31)
+            clock = np.broadcast_to(self.clocks.clock[access.rows][:, None], bad.shape)
+            bad &= ~self._seen(access, bad, lanes, clock - 1)
         if bad.any():
             text = f"a lane reads there before: {self.machine.program.describe(before.pc)}"
-            advice = SYNCHRONISE_LANES + self.machine.forgives_guess(before.pc, a.strong)
-            self.fail(a, bad, _WHAT.format("read and write the same bytes"), text, advice)
+            advice = SYNCHRONISE_LANES + self.machine.forgives_guess(before.pc, access.strong)
+            self.fail(access, bad, _WHAT.format("read and write the same bytes"), text, advice)
 
-    def _seen(self, a: SharedAccess, bad: Array, lanes: Array, clock: Array) -> Array:
+    def _seen(self, access: SharedAccess, bad: Array, lanes: Array, clock: Array) -> Array:
         """Whether lanes that synchronised in part order accesses of ``lanes`` at ``clock``."""
         out = np.zeros(bad.shape, bool)
-        mine = np.broadcast_to(lanes_of(a, self.shift), bad.shape)
-        for place, which in np.argwhere(bad):
-            seen = self.partial.get(int(a.rows[place]))
+        own_lanes = np.broadcast_to(lanes_of(access, self.shift), bad.shape)
+        for index, vector in np.argwhere(bad):
+            seen = self.partial.get(int(access.rows[index]))
             if seen is not None:
-                by = seen[:, lanes[place, which]] >= clock[place, which]
-                lane = int(mine[place, which])
-                out[place, which] = by.all() if lane == EVERY else by[lane]
+                covered = seen[:, lanes[index, vector]] >= clock[index, vector]
+                lane = int(own_lanes[index, vector])
+                out[index, vector] = covered.all() if lane == EVERY else covered[lane]
         return out
 
-    def _writer_pc(self, a: SharedAccess, bad: Array) -> int:
-        return int(self.writer_pc[self.first(a, bad)[0]])
+    def _writer_pc(self, access: SharedAccess, bad: Array) -> int:
+        return int(self.writer_pc[self.first(access, bad)[0]])
 
     # ---- records
 
-    def note_lanes_of_write(self, a: SharedAccess) -> None:
+    def note_lanes_of_write(self, access: SharedAccess) -> None:
         """Records the lanes of a write."""
-        if a.rows.ndim == 1:
-            self.put(self.writer, a.where, a.size, lanes_of(a).astype(np.uint8))
-            self.accessed[a.rows] = True
+        if access.rows.ndim == 1:
+            self.put(self.writer, access.offsets, access.size, lanes_of(access).astype(np.uint8))
+            self.accessed[access.rows] = True
 
-    def note_lanes_of_read(self, a: SharedAccess, clock: Array) -> None:
+    def note_lanes_of_read(self, access: SharedAccess, clock: Array) -> None:
         """Records a read, at these clocks of its warps."""
         if not self.tracks_lanes:
             return
-        self.accessed[a.rows] = True
-        self.lane_reads.append(_LaneReads(a, clock, *self._reach(a)))
+        self.accessed[access.rows] = True
+        self.lane_reads.append(_LaneReads(access, clock, *self._reach(access)))
         if len(self.lane_reads) > _KEPT_READS:
             reads, synced = self.lane_reads, self.clocks.synced
             self.lane_reads = [e for e in reads if (e.clock >= synced[e.access.rows]).any()]
             del self.lane_reads[: -_KEPT_READS // 2]
 
-    def _reach(self, a: SharedAccess) -> tuple[int, int]:
+    def _reach(self, access: SharedAccess) -> tuple[int, int]:
         """The first byte in its block that an access may touch, and the end."""
-        first = a.where - self.machine.shared_base_of_row[a.rows]
-        return int(first.min()), int(first.max()) + a.size
+        first = access.offsets - self.machine.shared_base_of_row[access.rows]
+        return int(first.min()), int(first.max()) + access.size
 
 
 def _excuses(write: SharedAccess, read: SharedAccess) -> bool:
@@ -467,19 +474,19 @@ def _excuses(write: SharedAccess, read: SharedAccess) -> bool:
     return write.strong and read.strong and not (write.racing and read.racing)
 
 
-def lanes_of(a: SharedAccess, shift: int | None = None) -> Array:
+def lanes_of(access: SharedAccess, shift: int | None = None) -> Array:
     """The lane of each offset of an access, (g, 1), (1, k) or (1, 1).
 
     With ``shift``, the logarithm of the bytes per vector, of each vector of the access.
     """
-    if isinstance(a.cohort, SingleThreads):
-        lane: Array = a.cohort.lane if a.places is None else a.cohort.lane[a.places]
-        return lane[:, None]
-    if a.lanes is not None:
-        return a.lanes[:, None]
-    count = a.where.shape[1]
+    if isinstance(access.cohort, SingleThreads):
+        lane: Array = access.cohort.lane
+        return (lane if access.cohort_rows is None else lane[access.cohort_rows])[:, None]
+    if access.lanes is not None:
+        return access.lanes[:, None]
+    count = access.offsets.shape[1]
     if count == 1:
         return np.full((1, 1), EVERY)
     lanes = np.arange(count) % 32
-    many = 1 if shift is None else max(1, a.size >> shift)
+    many = 1 if shift is None else max(1, access.size >> shift)
     return np.repeat(lanes, many)[None, :]

@@ -29,7 +29,7 @@ class _Reads(NamedTuple):
     """Reads that have not been entered into the shadow yet."""
 
     rows: Array
-    where: Array
+    offsets: Array
     size: int
     pc: int
     clock: Array
@@ -55,7 +55,7 @@ class SharedRaces(SharedShadow):
         self.proxy = AsyncProxy(self, self._against_reads) if asynchronous else None
 
     def barrier_of_all(self, blocks: Array) -> None:
-        """A barrier of all warps of the blocks completed."""
+        """Orders the warps of blocks after a barrier of all of them."""
         self.clocks.barrier_of_all(blocks)
         # Reads before such a barrier cannot race with later accesses.
         passed = np.zeros(len(self.last_read[_WEAK]), bool)
@@ -71,54 +71,54 @@ class SharedRaces(SharedShadow):
     # ---- other blocks of the cluster
 
     def note_remote(self, rows: Array, blocks: Array, pc: int) -> None:
-        """Warps ``rows`` (k,) access shared memory of ``blocks`` (k,)."""
-        at = (blocks, self.machine.row_member[rows])
-        self.remote_clock[at], self.remote_pc[at] = self.clocks.clock[rows], pc
+        """Records that warps ``rows`` (k,) access shared memory of ``blocks`` (k,)."""
+        index = (blocks, self.machine.row_member[rows])
+        self.remote_clock[index], self.remote_pc[index] = self.clocks.clock[rows], pc
 
     def block_exits(self, blocks: Array) -> None:
-        """Checks that accesses of other blocks to the memory of these are ordered before."""
-        m = self.machine
+        """Checks that accesses of other blocks to the memory of these precede their exits."""
+        machine = self.machine
         for block in blocks.tolist():
-            cluster, rank = divmod(block, m.cluster_size)
-            own = slice(rank * m.warps, (rank + 1) * m.warps)
-            seen = self.clocks.seen[cluster, own, : self.warps].max(axis=0)
-            seen[own] = self.remote_clock[block, own]
+            cluster, rank = divmod(block, machine.cluster_size)
+            own_warps = slice(rank * machine.warps, (rank + 1) * machine.warps)
+            seen = self.clocks.seen[cluster, own_warps, : self.warps].max(axis=0)
+            seen[own_warps] = self.remote_clock[block, own_warps]
             late = np.flatnonzero(self.remote_clock[block] > seen)
             if len(late):
                 row, pc = cluster * self.warps + int(late[0]), int(self.remote_pc[block, late[0]])
                 what = "a block may exit before another block of its cluster accesses its memory"
-                where = m.place(row, None, pc)
+                where = machine.location(row, None, pc)
                 numbers = f"the shared memory of rank {rank} of the cluster"
                 advice = "let every block wait at a barrier of the cluster before it exits"
                 raise OutOfBounds(what, where=where, numbers=numbers, way_out=advice)
 
-    # ---- accesses; ``where`` holds offsets into `Wave.shared` (n, k)
+    # ---- accesses; ``offsets`` holds offsets into `Wave.shared` (n, k)
 
-    def read(self, here: Execution, where: Array, size: int) -> None:
+    def read(self, execution: Execution, offsets: Array, size: int) -> None:
         """Checks reads against earlier writes, and records them."""
-        self._read(self._access(here, where, size))
+        self._read(self._access(execution, offsets, size))
 
-    def write(self, here: Execution, where: Array, size: int) -> None:
+    def write(self, execution: Execution, offsets: Array, size: int) -> None:
         """Checks writes against earlier reads and writes, and records them."""
-        if here.pc in self.machine.strong and self.machine.program.accesses.synchronises:
-            self.strong_access(here)
-        self._write(self._access(here, where, size))
+        if execution.pc in self.machine.strong and self.machine.program.accesses.synchronises:
+            self.strong_access(execution)
+        self._write(self._access(execution, offsets, size))
 
-    def atomic(self, here: Execution, where: Array, size: int) -> None:
+    def atomic(self, execution: Execution, offsets: Array, size: int) -> None:
         if self.machine.program.accesses.synchronises:
-            self.strong_access(here)
-        access = self._access(here, where, size)
+            self.strong_access(execution)
+        access = self._access(execution, offsets, size)
         self._read(access)
         self._write(access)
 
-    def start_copy(self, here: Execution, where: Array, size: int) -> None:
-        """A cp.async starts: its bytes are in flight."""
-        self._write(self._access(here, where, size), shadow.FLIGHT)
+    def start_copy(self, execution: Execution, offsets: Array, size: int) -> None:
+        """Records the start of a cp.async: its bytes are in flight."""
+        self._write(self._access(execution, offsets, size), shadow.FLIGHT)
 
     def finish_copy(
-        self, rows: Array, where: Array, size: int, lanes: Any, clock: Array | None = None
+        self, rows: Array, offsets: Array, size: int, lanes: Any, clock: Array | None = None
     ) -> None:
-        """A cp.async has been waited for: it becomes a write of its warp.
+        """Records that a cp.async has been waited for: it becomes a write of its warp.
 
         ``clock`` (n,) is an earlier time of each warp at which it counts as complete, or 0.
         """
@@ -128,72 +128,75 @@ class SharedRaces(SharedShadow):
             earlier = (clock << CLOCK_SHIFT | warp).astype(np.uint32)
             stamps = np.where(clock > 0, earlier, stamps)
         if lanes is not None:
-            place, lane = np.nonzero(lanes)
-            stamps, where = stamps[place], where[lanes][:, None]
-            self.put(self.writer, where, size, lane.astype(np.uint8))
-            rows = rows[place]
-        elif where.shape[1] == 32:
-            self.put(self.writer, where, size, np.arange(32, dtype=np.uint8)[None, :])
-        self.put(self.written, where, size, stamps)
+            row_index, lane = np.nonzero(lanes)
+            stamps, offsets = stamps[row_index], offsets[lanes][:, None]
+            self.put(self.writer, offsets, size, lane.astype(np.uint8))
+            rows = rows[row_index]
+        elif offsets.shape[1] == 32:
+            self.put(self.writer, offsets, size, np.arange(32, dtype=np.uint8)[None, :])
+        self.put(self.written, offsets, size, stamps)
         self.accessed[rows] = True
 
-    def _access(self, here: Execution, where: Array, size: int) -> SharedAccess:
+    def _access(self, execution: Execution, offsets: Array, size: int) -> SharedAccess:
         """An access by whole rows, or by single lanes if some lanes are inactive."""
-        cohort, pc = here.cohort, here.pc
+        cohort, pc = execution.cohort, execution.pc
         strong = pc in self.machine.strong
         racing = strong and pc in self.machine.program.racing
-        if here.lanes is not None:
-            row, lane = np.nonzero(here.active)
-            chosen = here.spread(where)[row, lane][:, None]
+        if execution.lanes is not None:
+            row, lane = np.nonzero(execution.active)
+            chosen = execution.spread(offsets)[row, lane][:, None]
             rows = cohort.rows[row]
             return SharedAccess(cohort, rows, chosen, size, pc, row, lane, strong, racing)
-        if where.ndim == 0 or where.shape[0] != cohort.n:
-            where = np.broadcast_to(where, (cohort.n, where.shape[1] if where.ndim else 1))
-        return SharedAccess(cohort, cohort.rows, where, size, pc, strong=strong, racing=racing)
+        if offsets.ndim == 0 or offsets.shape[0] != cohort.n:
+            offsets = np.broadcast_to(offsets, (cohort.n, offsets.shape[1] if offsets.ndim else 1))
+        return SharedAccess(cohort, cohort.rows, offsets, size, pc, strong=strong, racing=racing)
 
-    def _read(self, a: SharedAccess) -> None:
-        if not len(a.rows):
+    def _read(self, access: SharedAccess) -> None:
+        if not len(access.rows):
             return
-        self._synchronise(a)
-        self._against_writes(a, "read")
-        m = self.machine
-        clock = self.clocks.clock[a.rows]
-        kind = _RACING if a.racing else _STRONG if a.strong else _WEAK
+        self._synchronise(access)
+        self._against_writes(access, "read")
+        machine = self.machine
+        clock = self.clocks.clock[access.rows]
+        kind = _RACING if access.racing else _STRONG if access.strong else _WEAK
         self._kinds_read.add(kind)
-        self.last_read[kind][m.row_cluster[a.rows], m.row_member[a.rows]] = clock
-        self.log.append(_Reads(a.rows, a.where, a.size, a.pc, clock, kind))
-        self.note_lanes_of_read(a, clock)
+        members = machine.row_cluster[access.rows], machine.row_member[access.rows]
+        self.last_read[kind][members] = clock
+        self.log.append(_Reads(access.rows, access.offsets, access.size, access.pc, clock, kind))
+        self.note_lanes_of_read(access, clock)
         if len(self.log) > _LOG_LIMIT:
             self._flush()
 
-    def _write(self, a: SharedAccess, mark: Any = None) -> None:
-        if not len(a.rows):
+    def _write(self, access: SharedAccess, mark: Any = None) -> None:
+        if not len(access.rows):
             return
-        self._synchronise(a)
-        self._against_writes(a, "write")
-        self._against_reads(a)
+        self._synchronise(access)
+        self._against_writes(access, "write")
+        self._against_reads(access)
         if self.proxy is not None:
-            self.proxy.against_reads(a)
-        self.put(self.writer_pc, a.where, a.size, a.pc)
+            self.proxy.against_reads(access)
+        self.put(self.writer_pc, access.offsets, access.size, access.pc)
         if mark is not None:
-            self.put(self.written, a.where, a.size, mark)
+            self.put(self.written, access.offsets, access.size, mark)
             return
-        own = self._own_stamps(a.rows, a.strong)
-        self.put(self.written, a.where, a.size, own)
-        self.note_lanes_of_write(a)
-        if not a.strong:
-            left = self.take(self.written, a.where, a.size)
-            lost = left != own[:, None]
+        own_stamps = self._own_stamps(access.rows, access.strong)
+        self.put(self.written, access.offsets, access.size, own_stamps)
+        self.note_lanes_of_write(access)
+        if not access.strong:
+            left = self.take(self.written, access.offsets, access.size)
+            lost = left != own_stamps[:, None]
             if lost.any():
-                self._report(a, lost, left, "write", together=True)
+                self._report(access, lost, left, "write", together=True)
 
-    def _synchronise(self, a: SharedAccess) -> None:
-        """A strong access acquires and releases."""
+    def _synchronise(self, access: SharedAccess) -> None:
+        """Lets a strong access acquire and release."""
         program = self.machine.program
-        if not (a.strong and program.accesses.synchronises):
+        if not (access.strong and program.accesses.synchronises):
             return
-        rows = np.repeat(a.rows, a.where.shape[1])
-        self.clocks.synchronise(rows, a.where.reshape(-1), StrongAccess.of(self.machine, a.pc))
+        rows = np.repeat(access.rows, access.offsets.shape[1])
+        self.clocks.synchronise(
+            rows, access.offsets.reshape(-1), StrongAccess.from_instruction(self.machine, access.pc)
+        )
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
         warp = self.machine.row_member[rows]
@@ -202,78 +205,80 @@ class SharedRaces(SharedShadow):
 
     # ---- checks
 
-    def _against_writes(self, a: SharedAccess, verb: str) -> None:
+    def _against_writes(self, access: SharedAccess, verb: str) -> None:
         """Checks that accesses are ordered after earlier writes, and that reads have one."""
-        stamps = self.take(self.written, a.where, a.size)
+        stamps = self.take(self.written, access.offsets, access.size)
         if self.releases:
-            self.against_partial_releases(a, stamps)
-        fine = stamps < self.clocks.lane_floor[a.rows][:, None]
+            self.against_partial_releases(access, stamps)
+        fine = stamps < self.clocks.lane_floor[access.rows][:, None]
         if verb == "write" or "uninitialised_rows" in self.machine.config.allow:
             fine |= stamps == shadow.NEVER
         if not fine.all():
-            bad = ~(fine | self._ordered(a, stamps, verb))
+            bad = ~(fine | self._ordered(access, stamps, verb))
             if bad.any():
-                self._report(a, bad, stamps, verb)
-            self.lanes_against_writes(a, stamps, verb)
+                self._report(access, bad, stamps, verb)
+            self.lanes_against_writes(access, stamps, verb)
 
-    def _ordered(self, a: SharedAccess, stamps: Array, verb: str) -> Array:
+    def _ordered(self, access: SharedAccess, stamps: Array, verb: str) -> Array:
         """Whether the accesses with these stamps happened before the current ones of the rows."""
-        blocks = self.machine.row_cluster[a.rows][:, None]
-        warps = self.machine.row_member[a.rows][:, None]
+        blocks = self.machine.row_cluster[access.rows][:, None]
+        warps = self.machine.row_member[access.rows][:, None]
         fine = self.clocks.ordered(blocks, warps, stamps)
-        if a.strong:
-            fine = fine | self.excused(a, stamps, verb)
+        if access.strong:
+            fine = fine | self.excused(access, stamps, verb)
         fine &= stamps < shadow.ASYNC
         if self.proxy is not None and (stamps >= shadow.ASYNC).any():
-            fine |= self.proxy.known(blocks, warps, stamps)
+            fine |= self.proxy.ordered(blocks, warps, stamps)
         return fine
 
-    def _against_reads(self, a: SharedAccess) -> None:
+    def _against_reads(self, access: SharedAccess) -> None:
         """Checks that a write is ordered after reads of other warps, unless both are strong."""
-        m = self.machine
-        blocks, warps = m.row_cluster[a.rows], m.row_member[a.rows]
-        known = self.clocks.seen[blocks, warps, : self.warps]
-        excused = {_STRONG} if a.racing else {_STRONG, _RACING} if a.strong else set[int]()
+        machine = self.machine
+        blocks, warps = machine.row_cluster[access.rows], machine.row_member[access.rows]
+        seen = self.clocks.seen[blocks, warps, : self.warps]
+        excused = (
+            {_STRONG} if access.racing else {_STRONG, _RACING} if access.strong else set[int]()
+        )
         for kind in self._kinds_read - excused:
-            unseen = self.last_read[kind][blocks] > known
+            unseen = self.last_read[kind][blocks] > seen
             unseen[np.arange(len(warps)), warps] = False
             if not unseen.any():
                 continue
             self._flush()
             for other in np.flatnonzero(unseen.any(axis=0)):
-                reads = self.take(self.last_reads[kind][other], a.where, a.size)
-                late = (reads >> _PC_BITS > known[:, other, None]) & (warps != other)[:, None]
+                reads = self.take(self.last_reads[kind][other], access.offsets, access.size)
+                late = (reads >> _PC_BITS > seen[:, other, None]) & (warps != other)[:, None]
                 if late.any():
                     pc = int(reads[late][0]) & (1 << _PC_BITS) - 1
                     what = "race in shared memory: a write may overtake a read of another warp"
-                    numbers = f"warp {other} reads there: {m.program.describe(pc)}"
-                    advice = self.advice + m.forgives_guess(pc, a.strong)
-                    site, clock = self.first(a, late)[1], int(reads[late][0]) >> _PC_BITS
+                    numbers = f"warp {other} reads there: {machine.program.describe(pc)}"
+                    advice = self.advice + machine.forgives_guess(pc, access.strong)
+                    site, clock = self.first(access, late)[1], int(reads[late][0]) >> _PC_BITS
                     row = int(site.cohort.rows[site.row])
                     if self.clocks.awaits_fence(row, int(other), clock):
                         advice = shadow.FENCE_AFTER_ATOMIC
-                    self.fail(a, late, what, numbers, advice)
-        self.lanes_against_reads(a)
+                    self.fail(access, late, what, numbers, advice)
+        self.lanes_against_reads(access)
 
     def _flush(self) -> None:
         """Enters the logged reads into the shadow."""
         if not self.last_reads:
             for kind in self.last_read:
                 self.last_reads[kind] = np.zeros((self.warps, self.count), np.int64)
-        for rows, where, size, pc, clock, kind in self.log:
+        for rows, offsets, size, pc, clock, kind in self.log:
             flat = self.last_reads[kind].reshape(-1)
             table = (self.machine.row_member[rows] * self.count << self.shift)[:, None]
-            self.put(flat, table + where, size, clock << _PC_BITS | pc)
+            self.put(flat, table + offsets, size, clock << _PC_BITS | pc)
         self.log = []
 
     # ---- messages
 
     def _report(
-        self, a: SharedAccess, bad: Array, stamps: Array, verb: str, together: bool = False
+        self, access: SharedAccess, bad: Array, stamps: Array, verb: str, together: bool = False
     ) -> None:
         """Raises for the first access that ``bad`` marks; ``together``: by one instruction."""
-        m = self.machine
-        vector, site = self.first(a, bad)
+        machine = self.machine
+        vector, site = self.first(access, bad)
         stamp = int(stamps[bad][0])
         kind: type[EmulatorError] = RaceError
         writer = ""
@@ -293,17 +298,17 @@ class SharedRaces(SharedShadow):
                 advice = "do not access the memory of an mbarrier, or execute mbarrier.inval first"
             problem = f"race in shared memory: a {verb} and an asynchronous write are not ordered"
         else:
-            writer = f"{m.member_name(stamp & WARP)} writes there"
-            advice = self.advice + m.forgives_guess(site.pc, stamp & ATOMIC)
+            writer = f"{machine.member_name(stamp & WARP)} writes there"
+            advice = self.advice + machine.forgives_guess(site.pc, stamp & ATOMIC)
             row = int(site.cohort.rows[site.row])
             if self.clocks.awaits_fence(row, stamp & WARP, stamp >> CLOCK_SHIFT):
                 advice = shadow.FENCE_AFTER_ATOMIC
             if verb == "write":
-                advice += m.forgives_store(site, together)
+                advice += machine.forgives_store(site, together)
             problem = f"race in shared memory: a {verb} and a write of another warp are not ordered"
-        at = (vector << self.shift) % m.shared_pitch
-        numbers = f"{a.size}-byte {verb} at shared offset {at}"
+        offset = (vector << self.shift) % machine.shared_pitch
+        numbers = f"{access.size}-byte {verb} at shared offset {offset}"
         if writer:
-            numbers += f"; {writer}: {m.program.describe(int(self.writer_pc[vector]))}"
-        numbers += shadow.VOLATILE if a.racing else ""
-        m.fail(kind, problem, site, numbers, advice)
+            numbers += f"; {writer}: {machine.program.describe(int(self.writer_pc[vector]))}"
+        numbers += shadow.VOLATILE if access.racing else ""
+        machine.fail(kind, problem, site, numbers, advice)

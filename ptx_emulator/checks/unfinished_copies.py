@@ -16,51 +16,54 @@ from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Site, Wave
 
 
-def block_exits(m: Wave, blocks: Array) -> None:
+def block_exits(machine: Wave, blocks: Array) -> None:
     """Checks that these blocks have waited for the copies into their shared memory.
 
     Raises:
         RaceError: a copy is in flight, or need not have completed for what the block has seen.
     """
-    if m.proxy is None:
+    if machine.proxy is None:
         return
     for block in blocks.tolist():
-        warps = block * m.warps + np.arange(m.warps)
-        clocks = m.row_cluster[warps], m.row_member[warps]
-        for t in (*m.bulk.incoming, *m.bulk.landed):
-            if t.writes is None or t.barriers is None or t.phases is None:
+        warps = block * machine.warps + np.arange(machine.warps)
+        clocks = machine.row_cluster[warps], machine.row_member[warps]
+        for transfer in (*machine.bulk.incoming, *machine.bulk.landed):
+            if transfer.writes is None or transfer.barriers is None or transfer.phases is None:
                 continue
-            for row in np.flatnonzero(t.blocks == block).tolist():
-                seen = m.proxy.has_completed(*clocks, t.writes[row])
+            for row in np.flatnonzero(transfer.blocks == block).tolist():
+                seen = machine.proxy.has_completed(*clocks, transfer.writes[row])
                 # A relaxed wait orders nothing, and yet the copy has completed.
-                seen |= m.mbarriers.late.phase[t.barriers[row], warps] >= t.phases[row]
+                waited = machine.mbarriers.late.phase[transfer.barriers[row], warps]
+                seen |= waited >= transfer.phases[row]
                 if not seen.any():
                     advice = "wait for its mbarrier in that block before it ends"
-                    _fail(m, t.here.site(row), t.size, "into", advice)
-            if not t.near:
+                    _fail(machine, transfer.execution.site(row), transfer.size, "into", advice)
+            if not transfer.near:
                 continue
-            for row in np.flatnonzero(m.row_block[t.issued.rows] == block).tolist():
-                if (m.clocks.seen[(*clocks, t.columns[row])] < t.times[row]).all():
+            for row in np.flatnonzero(machine.row_block[transfer.issued.rows] == block).tolist():
+                times = machine.clocks.seen[(*clocks, transfer.columns[row])]
+                if (times < transfer.times[row]).all():
                     advice = "let the block that it copies to wait for it, and meet it at a "
                     advice += "barrier of the cluster"
-                    _fail(m, t.here.site(row), t.size, "out of", advice)
+                    _fail(machine, transfer.execution.site(row), transfer.size, "out of", advice)
 
 
-def wave_ends(m: Wave) -> None:
+def wave_ends(machine: Wave) -> None:
     """Checks that no copy reads the shared memory of a block that has ended.
 
     Raises:
         RaceError: one does.
     """
-    if not m.config.check or "exit_before_bulk_store" in m.config.allow:
+    if not machine.config.check or "exit_before_bulk_store" in machine.config.allow:
         return
-    for t in m.bulk.outgoing:
+    for transfer in machine.bulk.outgoing:
         advice = "execute cp.async.bulk.wait_group.read first"
         advice += errors.way_out("exit_before_bulk_store")
-        _fail(m, t.here.site(int(np.argmin(t.waited))), t.size, "out of", advice)
+        site = transfer.execution.site(int(np.argmin(transfer.waited)))
+        _fail(machine, site, transfer.size, "out of", advice)
 
 
-def _fail(m: Wave, site: Site, size: int, way: str, advice: str) -> NoReturn:
+def _fail(machine: Wave, site: Site, size: int, way: str, advice: str) -> NoReturn:
     what = "a block ends while one of its bulk copies may be in flight"
     numbers = f"a copy of {size:,} bytes {way} shared memory that has not been waited for"
-    m.fail(RaceError, what, site, numbers, advice)
+    machine.fail(RaceError, what, site, numbers, advice)

@@ -15,55 +15,55 @@ class WarpReads:
     """When each warp of a block has last read a vector of device memory that several have read.
 
     A row of clocks is that of one vector; it belongs to the block that has last read it. Beyond
-    `_MOST_BYTES` further vectors have none: their `place` is 0.
+    `_MOST_BYTES` further vectors have none: their `row` is 0.
     """
 
     def __init__(self, count: int, warps: int) -> None:
-        self.place = sparse_zeros(count, np.int32)
+        self.row = sparse_zeros(count, np.int32)
         self.rows = 1
         self.clocks, self.block = np.zeros((1, warps), np.int32), np.zeros(1, np.int64)
 
     def note(self, vectors: Array, stamps: Array) -> None:
-        """Records reads of vectors (n,), with their stamps; those of each by one block."""
+        """Records reads of vectors (n,), with their stamps; one block reads each vector."""
         warps = self.clocks.shape[1]
-        new = np.unique(vectors[self.place.take(vectors) == 0])
+        new = np.unique(vectors[self.row.take(vectors) == 0])
         new = new[: max(0, _MOST_BYTES // (4 * warps) - self.rows)]
         if len(new):
-            self.place[new] = self.rows + np.arange(len(new))
+            self.row[new] = self.rows + np.arange(len(new))
             self.rows += len(new)
             self.clocks, self.block = room(self.rows, self.clocks, self.block)
-        places, blocks = self.place.take(vectors), block_of(stamps)
-        self.clocks[places[self.block[places] != blocks]] = 0
-        self.block[places] = blocks
+        rows, blocks = self.row.take(vectors), block_of(stamps)
+        self.clocks[rows[self.block[rows] != blocks]] = 0
+        self.block[rows] = blocks
         warp = np.minimum(stamps & WARP, warps - 1)
-        np.maximum.at(self.clocks, (places, warp), (stamps & LOW) >> CLOCK_SHIFT)
+        np.maximum.at(self.clocks, (rows, warp), (stamps & LOW) >> CLOCK_SHIFT)
         self.block[0] = -1
 
     def seen(self, vectors: Array, blocks: Array, seen: Array, warps: Array) -> Array:
-        """Whether the ``warps`` (n,) of ``blocks`` come after the reads of vectors (n,) by theirs.
+        """Whether ``warps`` (n,) of ``blocks`` come after the reads of vectors (n,) by the blocks.
 
-        ``seen``: their clocks (n, warps).
+        ``seen``: the clocks (n, warps) that these warps come after.
         """
-        places = self.place.take(vectors)
-        fine = self.clocks[places] <= seen
-        fine[np.arange(len(places)), warps] = True
-        return fine.all(axis=1) & (self.block[places] == blocks + 1)  # type: ignore[no-any-return]
+        rows = self.row.take(vectors)
+        fine = self.clocks[rows] <= seen
+        fine[np.arange(len(rows)), warps] = True
+        return fine.all(axis=1) & (self.block[rows] == blocks + 1)  # type: ignore[no-any-return]
 
     def stamps(self, vector: int, block: int) -> list[int]:
         """The stamps of the reads of a vector by a block (its number plus one)."""
-        place = self.place[vector]
-        clocks = self.clocks[place].tolist() if self.block[place] == block else []
-        own = enumerate(clocks)
-        return [block << BLOCK_SHIFT | c << CLOCK_SHIFT | warp for warp, c in own if c]
+        row = self.row[vector]
+        clocks = self.clocks[row].tolist() if self.block[row] == block else []
+        reads = enumerate(clocks)
+        return [block << BLOCK_SHIFT | c << CLOCK_SHIFT | warp for warp, c in reads if c]
 
     def refine(self, parts: int) -> None:
         """Splits each vector into this many."""
-        some = np.flatnonzero(self.place)
-        rows = self.place[some]
-        fine = sparse_zeros(len(self.place) * parts, np.int32)
+        some = np.flatnonzero(self.row)
+        rows = self.row[some]
+        fine = sparse_zeros(len(self.row) * parts, np.int32)
         fine[(some[:, None] * parts + np.arange(parts)).reshape(-1)] = 1 + np.arange(
             len(some) * parts
         )
         rows = np.concatenate([[0], np.repeat(rows, parts)])
-        self.place, self.rows = fine, len(rows)
+        self.row, self.rows = fine, len(rows)
         self.clocks, self.block = self.clocks[rows], self.block[rows]

@@ -55,7 +55,7 @@ class _InFlightState(NamedTuple):
     fragments: tuple[int, ...]
     written: int
 
-    def joined(self, other: _InFlightState) -> _InFlightState:
+    def merged(self, other: _InFlightState) -> _InFlightState:
         return _InFlightState(
             tuple(a | b for a, b in zip(self.accumulators, other.accumulators, strict=True)),
             tuple(a | b for a, b in zip(self.fragments, other.fragments, strict=True)),
@@ -83,8 +83,8 @@ class WgmmaHazards:
 
 
 class _DataFlow:
-    def __init__(self, program: PtxProgram, found: WgmmaHazards) -> None:
-        self.program, self.found = program, found
+    def __init__(self, program: PtxProgram, hazards: WgmmaHazards) -> None:
+        self.program, self.hazards = program, hazards
         self.effects = [program.effects(ins) for ins in program.code]
         self.used = 0  # registers of any mma_async
         waits = [0]
@@ -112,10 +112,10 @@ class _DataFlow:
             for target in program.successors(ends[start] - 1):
                 if target not in ends:
                     continue
-                known = before.get(target)
-                joined = state if known is None else known.joined(state)
-                if joined != known:
-                    before[target] = joined
+                earlier = before.get(target)
+                merged = state if earlier is None else earlier.merged(state)
+                if merged != earlier:
+                    before[target] = merged
                     todo.append(target)
         self.collect(before, ends)
 
@@ -139,26 +139,27 @@ class _DataFlow:
                 accumulators=_aged(state.accumulators), fragments=_aged(state.fragments)
             )
         left = instructions.as_immediate(ins.operands[0]) or 0
-        kept, gone = slice(0, left + 1), (0,) * (self.oldest - left)
+        remaining, gone = slice(0, left + 1), (0,) * (self.oldest - left)
         return state._replace(
-            accumulators=state.accumulators[kept] + gone, fragments=state.fragments[kept] + gone
+            accumulators=state.accumulators[remaining] + gone,
+            fragments=state.fragments[remaining] + gone,
         )
 
     def collect(self, before: dict[int, _InFlightState], ends: dict[int, int]) -> None:
         """Walks all reachable code once more and records the instructions to check."""
-        code, found = self.program.code, self.found
+        code, hazards = self.program.code, self.hazards
         suspects = 0
         touched: dict[int, tuple[int, int]] = {}
         for start, state in before.items():
             for pc in range(start, ends[start]):
                 ins = code[pc]
                 if accumulates(ins):
-                    mine = mask_of(registers_in(ins.operands[0])) | fragments_of(ins)
-                    if state.written & mine:
-                        suspects |= state.written & mine
-                        found.unfenced[pc] = bits_of(state.written & mine)
+                    registers = mask_of(registers_in(ins.operands[0])) | fragments_of(ins)
+                    if state.written & registers:
+                        suspects |= state.written & registers
+                        hazards.unfenced[pc] = bits_of(state.written & registers)
                     if state.written & self.never_fenced:
-                        found.first.add(pc)
+                        hazards.first.add(pc)
                     # Fragments that are in flight as accumulators, and vice versa.
                     wrong = union(state.accumulators) & fragments_of(ins)
                     reused = union(state.fragments) & mask_of(registers_in(ins.operands[0]))
@@ -166,7 +167,7 @@ class _DataFlow:
                         touched[pc] = (wrong, reused)
                 elif ins.op == "wgmma" and "wait_group" in ins.mods:
                     left = instructions.as_immediate(ins.operands[0]) or 0
-                    found.completed[pc] = bits_of(union(state.accumulators[left + 1 :]))
+                    hazards.completed[pc] = bits_of(union(state.accumulators[left + 1 :]))
                 elif ins.op != "wgmma":
                     writes, reads = (mask_of(part) for part in self.effects[pc])
                     wrong = union(state.accumulators) & (writes | reads)
@@ -178,7 +179,7 @@ class _DataFlow:
             marks = 0 if ins.op == "wgmma" else mask_of(self.effects[pc][0]) & suspects
             wrong, reused = touched.get(pc, (0, 0))
             if marks or wrong or reused:
-                found.watched[pc] = WatchedRegisters(*map(bits_of, (wrong, reused, marks)))
+                hazards.watched[pc] = WatchedRegisters(*map(bits_of, (wrong, reused, marks)))
 
 
 def fragments_of(ins: Instruction) -> int:
@@ -222,45 +223,45 @@ class RegisterOrder:
         for rows in self.written.values():
             rows[cohort.rows] = False
 
-    def note_writes(self, here: Execution, registers: tuple[int, ...]) -> None:
+    def note_writes(self, execution: Execution, registers: tuple[int, ...]) -> None:
         """Records the writes of an ordinary instruction to registers of a later wgmma."""
-        rows = rows_of(here.cohort, here.lanes)
+        rows = rows_of(execution.cohort, execution.lanes)
         for register in registers:
             if register not in self.written:
                 self.written[register] = np.zeros(len(self.machine.row_block), bool)
             self.written[register][rows] = True
-            self.writer[register] = here.pc
+            self.writer[register] = execution.pc
 
-    def require_fence(self, here: Execution, registers: tuple[int, ...], first: bool) -> None:
+    def require_fence(self, execution: Execution, registers: tuple[int, ...], first: bool) -> None:
         """Checks that the registers of a wgmma were not written since the last fence.
 
         Raises:
             FenceError: one was, or no fence has been executed.
         """
-        m, rows = self.machine, here.cohort.rows
+        machine, rows = self.machine, execution.cohort.rows
         if first and not self.fenced[rows].all():
-            site = here.site(np.argmin(self.fenced[rows]))
+            site = execution.site(np.argmin(self.fenced[rows]))
             what = "wgmma without any wgmma.fence before it"
-            m.fail(FenceError, what, site, "this warp has executed no wgmma.fence", _FENCE)
+            machine.fail(FenceError, what, site, "this warp has executed no wgmma.fence", _FENCE)
         for register in registers:
             written = self.written.get(register)
             if written is not None and written[rows].any():
-                site = here.site(np.argmax(written[rows]))
+                site = execution.site(np.argmax(written[rows]))
                 what = "wgmma uses a register that was written since the last wgmma.fence"
-                writer = m.program.describe(self.writer[register])
-                numbers = f"{m.program.register_name(register)} was written by {writer}"
-                m.fail(FenceError, what, site, numbers, _FENCE)
+                writer = machine.program.describe(self.writer[register])
+                numbers = f"{machine.program.register_name(register)} was written by {writer}"
+                machine.fail(FenceError, what, site, numbers, _FENCE)
 
     def check_in_flight(
-        self, here: Execution, accumulators: tuple[int, ...], fragments: tuple[int, ...]
+        self, execution: Execution, accumulators: tuple[int, ...], fragments: tuple[int, ...]
     ) -> None:
         """Checks that registers of an ordinary instruction are not in flight.
 
         Raises:
             InFlight: one is, in a warpgroup of an active lane.
         """
-        site = here.site()
-        groups = self.machine.wgmma.groups_of(rows_of(here.cohort, here.lanes))
+        site = execution.site()
+        groups = self.machine.wgmma.groups_of(rows_of(execution.cohort, execution.lanes))
         for chain in self.machine.wgmma.chains:
             if not np.isin(chain.groups, groups).any():
                 continue
@@ -272,10 +273,11 @@ class RegisterOrder:
                     if register in step.form.fragments:
                         self.fail_in_flight(site, register, step.pc, "a fragment of A")
 
-    def fail_in_flight(self, site: Site, register: int, by: int, use: str) -> NoReturn:
+    def fail_in_flight(self, site: Site, register: int, pc: int, use: str) -> NoReturn:
         """Raises for a register that an instruction in flight still uses."""
-        m = self.machine
+        machine = self.machine
         what = "a register of a wgmma in flight is accessed before its wait"
-        numbers = f"{m.program.register_name(register)} is {use} of {m.program.describe(by)}"
+        program = machine.program
+        numbers = f"{program.register_name(register)} is {use} of {program.describe(pc)}"
         way_out = "execute wgmma.commit_group and a wgmma.wait_group that covers it first"
-        m.fail(InFlight, what, site, numbers, way_out)
+        machine.fail(InFlight, what, site, numbers, way_out)

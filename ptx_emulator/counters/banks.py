@@ -68,6 +68,6 @@ def phases(units: Array, active: Array | None, in_turn: bool = False) -> tuple[i
         units = np.sort(units, axis=1)
         counted = units >= 0
         counted[:, 1:] &= units[:, 1:] != units[:, :-1]
-    place = np.arange(len(units))[:, None] * groups + (units & (groups - 1))
-    words = np.bincount(place[counted], minlength=len(units) * groups).reshape(-1, groups)
+    banks = np.arange(len(units))[:, None] * groups + (units & (groups - 1))
+    words = np.bincount(banks[counted], minlength=len(units) * groups).reshape(-1, groups)
     return done + int(words.max(axis=1).sum()) if len(units) else done, least

@@ -85,9 +85,9 @@ def simulate(trace: recorder.AccessTrace, capacity: int, resident: int) -> L2Tra
         written, evictions = left, 0
     else:
         fetched, written, left, evictions = _evicting(line, sectors, kind, lines)
-    each = recorder.SECTOR_BYTES
-    moved = (requested, fetched * each, written * each, left * each)
-    return L2Traffic(capacity, resident, *moved, evictions)
+    sector_bytes = recorder.SECTOR_BYTES
+    traffic = (requested, fetched * sector_bytes, written * sector_bytes, left * sector_bytes)
+    return L2Traffic(capacity, resident, *traffic, evictions)
 
 
 def interleaved(starts: Array, resident: int) -> Array:
@@ -95,11 +95,11 @@ def interleaved(starts: Array, resident: int) -> Array:
     lengths = np.diff(starts)
     first = np.zeros(len(lengths), np.int64)
     slot = np.zeros(len(lengths), np.int64)
-    free = [(0, place) for place in range(resident)]  # (turn, slot) of the next block
+    free = [(0, free_slot) for free_slot in range(resident)]  # (turn, slot) of the next block
     for number, length in enumerate(lengths.tolist()):
-        turn, place = free[0]
-        first[number], slot[number] = turn, place
-        heapq.heapreplace(free, (turn + length, place))
+        turn, free_slot = free[0]
+        first[number], slot[number] = turn, free_slot
+        heapq.heapreplace(free, (turn + length, free_slot))
     block = np.repeat(np.arange(len(lengths)), lengths)
     turns = first[block] + np.arange(len(block)) - starts[block]
     return np.argsort(turns * resident + slot[block], kind="stable")
@@ -127,7 +127,7 @@ def _evicting(line: Array, sectors: Array, kind: Array, lines: int) -> tuple[int
     ones = _BITS.tolist()
     fetched = written = evictions = 0
     runs = zip(line[starts].tolist(), masks.tolist(), kind[starts].tolist(), strict=True)
-    for number, mask, how in runs:
+    for number, mask, access_kind in runs:
         state = cache.get(number)
         if state is None:
             state = 0
@@ -137,9 +137,9 @@ def _evicting(line: Array, sectors: Array, kind: Array, lines: int) -> tuple[int
                 evictions += 1
         else:
             cache.move_to_end(number)
-        if how != recorder.WRITE:
+        if access_kind != recorder.WRITE:
             fetched += ones[mask & ~state]
-        if how != recorder.READ:
+        if access_kind != recorder.READ:
             state |= mask << _DIRTY
         cache[number] = state | mask
     left = sum(ones[state >> _DIRTY] for state in cache.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from ptx_emulator.counters.totals import Counters, Place
+from ptx_emulator.counters.totals import Counters, FileLine
 from ptx_emulator.errors import LaunchArguments
 from ptx_emulator.ptx.program import PtxProgram
 
@@ -17,8 +17,8 @@ class PtxLine:
     Attributes:
         line: the number of the line in the PTX text, from 1.
         last: the last line of the instruction, which is ``line`` for most.
-        place: the file and line that ``.loc`` names; line 0 without a ``.loc``.
-        outer: the file and line of the kernel at which the code of ``place`` is inlined.
+        source: the file and line that ``.loc`` names; line 0 without a ``.loc``.
+        outer: the file and line of the kernel at which the code of ``source`` is inlined.
         warps: warp instructions.
         sectors: 32-byte sectors of global memory.
         conflicts: wavefronts of shared memory in excess of the minimum.
@@ -27,8 +27,8 @@ class PtxLine:
 
     line: int
     last: int
-    place: Place
-    outer: Place
+    source: FileLine
+    outer: FileLine
     warps: int = 0
     sectors: int = 0
     conflicts: int = 0
@@ -58,20 +58,20 @@ def ptx_lines(program: PtxProgram, counters: Counters | None = None) -> tuple[Pt
         raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
     text, files = program.module.text, program.module.files
     starts = [0]
-    starts += [place + 1 for place, letter in enumerate(text) if letter == "\n"]
+    starts += [position + 1 for position, letter in enumerate(text) if letter == "\n"]
     counts = [0] * len(program.code) if counters is None else counters.instruction_counts()
     recorded = None if counters is None else counters.recorded
-    found: dict[int, PtxLine] = {}
+    lines: dict[int, PtxLine] = {}
     for pc, ins in enumerate(program.code):
-        line, last = (bisect_right(starts, place) for place in (ins.position, ins.end))
+        line, last = (bisect_right(starts, position) for position in (ins.position, ins.end))
         file, outer_file = (files.get(number, "?") for number in (ins.line[0], ins.outer[0]))
-        places = (file, ins.line[1]), (outer_file, ins.outer[1])
-        known = found.get(line, PtxLine(line, last, *places))
+        sources = (file, ins.line[1]), (outer_file, ins.outer[1])
+        earlier = lines.get(line, PtxLine(line, last, *sources))
         work = {"warps": counts[pc]}
         if recorded is not None:
             conflicts = recorded.wavefronts[pc] - recorded.wavefronts_least[pc]
             work |= {"sectors": recorded.sectors[pc], "conflicts": conflicts}
             work |= {"global_bytes": recorded.bytes[pc], "shared_bytes": recorded.shared_bytes[pc]}
-        sums = {name: getattr(known, name) + int(value) for name, value in work.items()}
-        found[line] = replace(known, last=max(last, known.last), **sums)
-    return tuple(found[line] for line in sorted(found))
+        sums = {name: getattr(earlier, name) + int(value) for name, value in work.items()}
+        lines[line] = replace(earlier, last=max(last, earlier.last), **sums)
+    return tuple(lines[line] for line in sorted(lines))

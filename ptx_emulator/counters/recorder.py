@@ -116,15 +116,17 @@ class Recorder:
         off = spread(~np.asarray(guard), cohort.n)
         self._idle[pc] += np.count_nonzero(off if cohort.mask is None else off & cohort.mask)
 
-    def shared_access(self, here: Execution, offset: Any, size: int, in_turn: bool = False) -> None:
+    def shared_access(
+        self, execution: Execution, offset: Any, size: int, in_turn: bool = False
+    ) -> None:
         """Records an access to shared memory of ``size`` bytes per lane.
 
         Addresses are offsets into the shared memory of the block.
         """
-        where = here.spread(offset)
-        active = None if here.lanes is None else here.active
-        count = where.size if active is None else int(np.count_nonzero(active))
-        self._shared(here.pc, size * count, wavefronts(where, active, size, in_turn))
+        offsets = execution.spread(offset)
+        active = None if execution.lanes is None else execution.active
+        count = offsets.size if active is None else int(np.count_nonzero(active))
+        self._shared(execution.pc, size * count, wavefronts(offsets, active, size, in_turn))
 
     def matrices(self, rows: Array, pc: int) -> None:
         """Records ldmatrix or stmatrix: addresses of 16-byte rows, (warps, 8 per matrix)."""
@@ -134,19 +136,25 @@ class Recorder:
         """Records the read of a wgmma operand: eight 16-byte rows per wavefront, no conflicts."""
         self._shared(pc, size, (size // LINE_BYTES, size // LINE_BYTES))
 
-    def _shared(self, pc: int, size: int, taken: tuple[int, int]) -> None:
+    def _shared(self, pc: int, size: int, counts: tuple[int, int]) -> None:
         """Adds bytes of shared memory, their wavefronts, and the minimum."""
         self.shared_bytes[pc] += size
-        self.wavefronts[pc] += taken[0]
-        self.wavefronts_least[pc] += taken[1]
+        self.wavefronts[pc] += counts[0]
+        self.wavefronts_least[pc] += counts[1]
 
-    def global_access(self, here: Execution, offset: Any, size: int, kind: int) -> None:
+    def global_access(self, execution: Execution, offset: Any, size: int, kind: int) -> None:
         """Records an access to global memory at the offsets that `locate` returns."""
-        full = offset if here.lanes is None else here.filled(offset + 1) - 1
-        self._global_access(here, here.spread(full), np.asarray(offset), size, kind)
+        full = offset if execution.lanes is None else execution.filled(offset + 1) - 1
+        self._global_access(execution, execution.spread(full), np.asarray(offset), size, kind)
 
     def bulk(
-        self, here: Execution, offset: Array, inside: Array | None, size: int, moved: int, kind: int
+        self,
+        execution: Execution,
+        offset: Array,
+        inside: Array | None,
+        size: int,
+        shared_bytes: int,
+        kind: int,
     ) -> None:
         """Records bulk copies.
 
@@ -156,16 +164,16 @@ class Recorder:
             offset: of the units in global memory (copies, units).
             inside: the units that are accessed; None for all.
             size: bytes per unit.
-            moved: bytes of shared memory.
+            shared_bytes: bytes of shared memory.
         """
-        taken = -(-moved // (BANKS * BANK_BYTES))
-        self._shared(here.pc, moved, (taken, taken))
+        count = -(-shared_bytes // (BANKS * BANK_BYTES))
+        self._shared(execution.pc, shared_bytes, (count, count))
         full = offset if inside is None else np.where(inside, offset, -1)
         chosen = offset if inside is None else offset[inside]
-        self._global_access(here, full, chosen, size, kind)
+        self._global_access(execution, full, chosen, size, kind)
 
     def _global_access(
-        self, here: Execution, full: Array, chosen: Array, size: int, kind: int
+        self, execution: Execution, full: Array, chosen: Array, size: int, kind: int
     ) -> None:
         """Records an access at offsets ``full`` (warps, any number), -1 where there is none."""
         ordered = np.sort(full, axis=1)
@@ -181,11 +189,11 @@ class Recorder:
         sector = ordered >> _SECTOR_SHIFT
         first = active.copy()
         first[:, 1:] &= sector[:, 1:] != sector[:, :-1]
-        self.bytes[here.pc] += requested
-        self.sectors[here.pc] += np.count_nonzero(first)
-        self.sectors_least[here.pc] += least.sum()
+        self.bytes[execution.pc] += requested
+        self.sectors[execution.pc] += np.count_nonzero(first)
+        self.sectors_least[execution.pc] += least.sum()
         self._by_buffer(ordered, active, first, least, size, kind)
-        self._keep(here.cohort, sector, first, kind)
+        self._keep(execution.cohort, sector, first, kind)
 
     def _by_buffer(
         self, ordered: Array, active: Array, first: Array, least: Array, size: int, kind: int
@@ -197,12 +205,12 @@ class Recorder:
             self._buffer_sectors[only, kind] += np.count_nonzero(first)
             self._buffer_least[only] += least.sum()
             return
-        place = np.searchsorted(memory.starts, ordered + memory.base, "right") - 1
+        allocation_index = np.searchsorted(memory.starts, ordered + memory.base, "right") - 1
         count = len(memory.starts)
-        self._issued[:, kind] += size * np.bincount(place[active], minlength=count)
-        self._buffer_sectors[:, kind] += np.bincount(place[first], minlength=count)
+        self._issued[:, kind] += size * np.bincount(allocation_index[active], minlength=count)
+        self._buffer_sectors[:, kind] += np.bincount(allocation_index[first], minlength=count)
         some = active.any(axis=1)
-        lowest = place[some, active[some].argmax(axis=1)]
+        lowest = allocation_index[some, active[some].argmax(axis=1)]
         np.add.at(self._buffer_least, lowest, least[some])
 
     def _keep(self, cohort: Cohort, sector: Array, first: Array, kind: int) -> None:
@@ -230,16 +238,16 @@ class Recorder:
     def buffers(self) -> tuple[BufferTraffic, ...]:
         """Traffic of each allocation, in the order of their addresses on the host."""
         memory = self._memory
-        found = []
-        for place, allocation in enumerate(memory.allocations):
+        traffic = []
+        for allocation_index, allocation in enumerate(memory.allocations):
             start = allocation.start - memory.base
             span = slice(start, start + allocation.size)
             read, written = (int(np.count_nonzero(t.bytes[span])) for t in self._touched)
-            issued = tuple(int(n) for n in self._issued[place])
-            sectors = tuple(int(n) for n in self._buffer_sectors[place])
-            least = int(self._buffer_least[place])
-            found.append(BufferTraffic(allocation.label, issued, sectors, least, read, written))  # type: ignore[arg-type]
-        return tuple(found)
+            issued = tuple(int(n) for n in self._issued[allocation_index])
+            sectors = tuple(int(n) for n in self._buffer_sectors[allocation_index])
+            least = int(self._buffer_least[allocation_index])
+            traffic.append(BufferTraffic(allocation.label, issued, sectors, least, read, written))  # type: ignore[arg-type]
+        return tuple(traffic)
 
     @functools.cached_property
     def trace(self) -> AccessTrace:
@@ -255,19 +263,19 @@ class Recorder:
         return AccessTrace(starts, line, sectors, np.concatenate(kinds)[order])
 
 
-def count_sectors(here: Execution, offset: Any) -> int:
+def count_sectors(execution: Execution, offset: Any) -> int:
     """Distinct 32-byte sectors that each warp touches, summed over warps; see `locate`."""
-    n = here.cohort.n
-    if here.lanes is None:
+    n = execution.cohort.n
+    if execution.lanes is None:
         if offset.ndim == 0 or offset.shape[1] == 1:
             return n
         sector = offset >> 5
         step = np.diff(sector, axis=1)
         if offset.shape[0] == n and int(step.min()) >= 0:
             return n + int(np.count_nonzero(step))
-        sector = here.spread(sector)
+        sector = execution.spread(sector)
     else:
-        sector = here.filled((offset >> 5) + 1)  # 0 in the other lanes
+        sector = execution.filled((offset >> 5) + 1)  # 0 in the other lanes
     sector = np.sort(sector, axis=1)
     changes = int(np.count_nonzero(np.diff(sector, axis=1)))
-    return changes + (n if here.lanes is None else int(np.count_nonzero(sector[:, 0])))
+    return changes + (n if execution.lanes is None else int(np.count_nonzero(sector[:, 0])))

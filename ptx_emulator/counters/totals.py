@@ -15,7 +15,7 @@ from ptx_emulator.errors import LaunchArguments
 from ptx_emulator.ptx.instructions import is_barrier
 from ptx_emulator.ptx.program import PtxProgram
 
-Place = tuple[str, int]
+FileLine = tuple[str, int]
 """A file and a line; line 0 stands for code without a source line."""
 
 
@@ -126,11 +126,11 @@ class Counters:
         return self._counted(self._program.source_line)
 
     def _counted(self, name: Callable[[int], str]) -> Counter[str]:
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for pc, count in enumerate(self.instruction_counts()):
             if count:
-                found[name(pc)] += count
-        return found
+                totals[name(pc)] += count
+        return totals
 
     @property
     def warp_instructions(self) -> int:
@@ -158,7 +158,7 @@ class Counters:
         counts = self.instruction_counts()
         return self._totals(range(len(counts)), counts)
 
-    def by_line(self, outermost: bool = False) -> dict[Place, Totals]:
+    def by_line(self, outermost: bool = False) -> dict[FileLine, Totals]:
         """Totals by source line, sorted.
 
         Args:
@@ -168,14 +168,14 @@ class Counters:
         Raises:
             LaunchArguments: the launch was not profiled.
         """
-        places: dict[Place, list[int]] = {}
+        instructions: dict[FileLine, list[int]] = {}
         files = self._program.module.files
         for pc, ins in enumerate(self._program.code):
             number, line = ins.outer if outermost else ins.line
-            places.setdefault((files.get(number, "?"), line), []).append(pc)
+            instructions.setdefault((files.get(number, "?"), line), []).append(pc)
         counts = self.instruction_counts()
-        counted = {place: self._totals(places[place], counts) for place in sorted(places)}
-        return {place: totals for place, totals in counted.items() if totals.warps}
+        counted = {line: self._totals(instructions[line], counts) for line in sorted(instructions)}
+        return {line: totals for line, totals in counted.items() if totals.warps}
 
     def by_instruction(self) -> list[tuple[str, Totals]]:
         """Totals of each executed instruction, with its PTX text, in program order.
@@ -199,11 +199,11 @@ class Counters:
         warps: Counter[str] = Counter()
         lanes: Counter[str] = Counter()
         products: Counter[str] = Counter()
-        places, barriers = [], 0
+        executed, barriers = [], 0
         for pc in chosen:
             if not counts[pc]:
                 continue
-            places.append(pc)
+            executed.append(pc)
             ins = self._program.code[pc]
             kind = class_of(ins)
             warps[kind] += counts[pc]
@@ -216,9 +216,9 @@ class Counters:
             warps=dict(warps),
             lanes=dict(lanes),
             multiply_adds=dict(products),
-            global_bytes=int(recorded.bytes[places].sum()),
+            global_bytes=int(recorded.bytes[executed].sum()),
             barriers=barriers,
-            **{name: int(getattr(recorded, name)[places].sum()) for name in _RECORDED},
+            **{name: int(getattr(recorded, name)[executed].sum()) for name in _RECORDED},
         )
 
     def __repr__(self) -> str:
@@ -234,10 +234,12 @@ def added(parts: Iterable[Totals]) -> Totals:
     """The sum of several totals."""
     whole: dict[str, Any] = {}
     for part in parts:
-        for each in fields(Totals):
-            value = getattr(part, each.name)
+        for total_field in fields(Totals):
+            value = getattr(part, total_field.name)
             if isinstance(value, Mapping):
-                whole[each.name] = dict(Counter(whole.get(each.name, {})) + Counter(value))
+                whole[total_field.name] = dict(
+                    Counter(whole.get(total_field.name, {})) + Counter(value)
+                )
             else:
-                whole[each.name] = whole.get(each.name, 0) + value
+                whole[total_field.name] = whole.get(total_field.name, 0) + value
     return Totals(**whole)

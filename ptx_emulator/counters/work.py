@@ -54,7 +54,7 @@ def class_of(ins: Instruction) -> str:
 def multiply_adds(ins: Instruction) -> int:
     """Multiply-adds of one execution by a warp; 0 if it does not use the tensor cores.
 
-    Those of a product of a warpgroup are counted in equal parts by its four warps.
+    The four warps of a warpgroup count equal parts of the multiply-adds of its product.
     """
     shape = _SHAPE.search(ins.name) if fact("unit", ins) == "tensor" else None
     warps = 4 if fact("width", ins) is Width.WARPGROUP else 1

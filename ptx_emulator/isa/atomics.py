@@ -28,7 +28,9 @@ Operation = tuple[str, str]
 """An operation and the PTX type of its elements, such as ("add", "f32")."""
 
 
-def atomic(here: Execution, space: str, operation: Operation, address: Any, values: Any) -> Any:
+def atomic(
+    execution: Execution, space: str, operation: Operation, address: Any, values: Any
+) -> Any:
     """Applies an atomic to each active lane.
 
     Args:
@@ -38,47 +40,47 @@ def atomic(here: Execution, space: str, operation: Operation, address: Any, valu
     Returns:
         The old values (n, 32), with the dtype of the elements.
     """
-    here = here._replace(lanes=here.active)
-    machine, (name, kind), chosen = here.machine, operation, here.lanes
+    execution = execution._replace(lanes=execution.active)
+    machine, (name, kind), chosen = execution.machine, operation, execution.lanes
     size = TYPE_BYTES[kind]
     dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
     out = np.zeros(chosen.shape, dtype)
     if not chosen.any():
         return out
     if space == "generic":
-        for number, at, part in by_space(here, address):
-            own = ("global", "cluster", "local", "param")[number]
-            out[part.lanes] = atomic(part, own, operation, at, values)[part.lanes]
+        for number, offset, part in by_space(execution, address):
+            part_space = ("global", "cluster", "local", "param")[number]
+            out[part.lanes] = atomic(part, part_space, operation, offset, values)[part.lanes]
         return out
     if space == "global":
-        offset = locate(here, address, size, True)
-        machine.counters.global_read_bytes += offset.size * size
-        machine.counters.global_write_bytes += offset.size * size
+        offsets = locate(execution, address, size, True)
+        machine.counters.global_read_bytes += offsets.size * size
+        machine.counters.global_write_bytes += offsets.size * size
         if machine.recorder is not None:
-            machine.recorder.global_access(here, offset, size, ATOMIC)
+            machine.recorder.global_access(execution, offsets, size, ATOMIC)
         if machine.global_races:
-            machine.global_races.write(here, offset, size, strong=True)
+            machine.global_races.write(execution, offsets, size, strong=True)
         view = machine.memory.flat.view[size]
     elif space in ("shared", "cluster"):
-        blocks, where = resolved(here, address, size)
-        full = where + blocks * machine.shared_pitch
+        blocks, block_offsets = resolved(execution, address, size)
+        full = block_offsets + blocks * machine.shared_pitch
         if machine.recorder is not None:
-            machine.recorder.shared_access(here, where, size, in_turn=True)
+            machine.recorder.shared_access(execution, block_offsets, size, in_turn=True)
         if machine.shared_races:
-            machine.shared_races.atomic(here, full, size)
-        offset = full[chosen]
+            machine.shared_races.atomic(execution, full, size)
+        offsets = full[chosen]
         view = machine.shared.view[size]
     else:
         name = "local memory" if space == "local" else "parameters"
         what = f"the emulator does not support atomics on {name}"
         numbers = "no other thread can access local memory, and none may write parameters"
         way_out = "use an ordinary operation, or an address in shared or global memory"
-        machine.fail(UnknownInstruction, what, here.first(), numbers, way_out)
-    given = [here.chosen(v) for v in values]
-    memory, index = view.view(dtype), offset >> SHIFT[size]
+        machine.fail(UnknownInstruction, what, execution.first(), numbers, way_out)
+    operands = [execution.chosen(v) for v in values]
+    memory, index = view.view(dtype), offsets >> SHIFT[size]
     if (name, kind, space) == ("add", "f32", "global"):
         name = FLUSHED_ADD
-    out[chosen] = before = apply(memory, index, name, kind, given)
+    out[chosen] = before = apply(memory, index, name, kind, operands)
     if machine.program.repeats.spins:
         machine.changed |= bool((memory[index] != before).any())
     return out
@@ -90,9 +92,9 @@ def apply(memory: Array, index: Array, operation: str, kind: str, values: list[A
     turn = _turns(index)
     for number in range(int(turn.max()) + 1 if len(turn) else 0):
         now = turn == number if turn.any() else slice(None)
-        at = index[now]
-        before = memory[at]
-        memory[at] = combine(operation, kind, before, [v[now] for v in values])
+        elements = index[now]
+        before = memory[elements]
+        memory[elements] = combine(operation, kind, before, [v[now] for v in values])
         old[now] = before
     return old
 
@@ -139,12 +141,12 @@ _VECTORS = ("f32", "f16", "bf16", "f16x2", "bf16x2")
 
 
 def atomic_async(
-    here: Execution, operation: Operation, address: Any, barrier: Any, values: Any
+    execution: Execution, operation: Operation, address: Any, barrier: Any, values: Any
 ) -> None:
     """red.async: an atomic on shared memory of the cluster that an mbarrier of its block counts."""
-    atomic(here, "cluster", operation, address, values)
+    atomic(execution, "cluster", operation, address, values)
     size = TYPE_BYTES[operation[1]]
-    here.machine.mbarriers.complete_store(here, address, barrier, size)
+    execution.machine.mbarriers.complete_store(execution, address, barrier, size)
 
 
 def _emit_async(g: Generator, ins: Instruction) -> None:
@@ -152,9 +154,10 @@ def _emit_async(g: Generator, ins: Instruction) -> None:
     for word in ("relaxed", "cluster", "shared::cluster", "mbarrier::complete_tx::bytes"):
         g.mods.take(word)
     operation, kind = g.mods.take(*_OPERATIONS), g.mods.type()
-    where, barrier = (address(g, ins.operands[place], "shared") for place in (0, 2))
-    how = f"{(operation, kind)!r}, {where}, {barrier}, ({g.read(ins.operands[1], DTYPE[kind])},)"
-    g.emit(f"atomic_async({g.here()}, {how})")
+    address_text, barrier = (address(g, ins.operands[index], "shared") for index in (0, 2))
+    value = g.read(ins.operands[1], DTYPE[kind])
+    arguments = f"{(operation, kind)!r}, {address_text}, {barrier}, ({value},)"
+    g.emit(f"atomic_async({g.checked_execution()}, {arguments})")
 
 
 @instruction("atom", unit="memory", accesses=accessed_bytes, strong=True)
@@ -184,7 +187,7 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
     if not operation or space not in FUNCTION or (vector and kind not in _VECTORS):
         raise g.unknown("this operation")
     g.refuse_if(space == "local", "atomics on local memory")
-    where = address(g, memory, space)
+    address_text = address(g, memory, space)
     results = items_of(ins.operands[0])
     many = int(vector[1]) if vector else 1
     lengths = {len(items_of(value)) for value in values} | ({len(results)} if returns else set())
@@ -192,18 +195,18 @@ def emit_atomic(g: Generator, ins: Instruction) -> None:
     if vector:
         # PTX aligns a vector to its size, although each of its elements is an atomic of its own.
         size = TYPE_BYTES[kind] * many
-        g.emit(f"check_aligned({g.here()}, {where}, {size}, 'global')")
+        g.emit(f"check_aligned({g.checked_execution()}, {address_text}, {size}, 'global')")
     # One atomic per element of a vector; its results may overwrite operands.
-    found = []
-    for place, operands in enumerate(zip(*map(items_of, values), strict=True)):
+    old_values = []
+    for index, operands in enumerate(zip(*map(items_of, values), strict=True)):
         dtype = "u2" if kind in ("f16", "bf16") else DTYPE[kind]
-        given = "".join(g.read(operand, dtype) + ", " for operand in operands)
-        at = f"({where} + {place * TYPE_BYTES[kind]})" if place else where
-        how = f"{FUNCTION[space]!r}, {(operation, kind)!r}"
-        text = f"atomic({g.here()}, {how}, {at}, ({given}))"
+        operand_texts = "".join(g.read(operand, dtype) + ", " for operand in operands)
+        element = f"({address_text} + {index * TYPE_BYTES[kind]})" if index else address_text
+        arguments = f"{FUNCTION[space]!r}, {(operation, kind)!r}"
+        text = f"atomic({g.checked_execution()}, {arguments}, {element}, ({operand_texts}))"
         if returns:
-            found.append(g.let(text))
+            old_values.append(g.let(text))
         else:
             g.emit(text)
-    for result, old in zip(results, found, strict=False):
+    for result, old in zip(results, old_values, strict=False):
         unpack(g, old, (result,), kind)

@@ -60,7 +60,8 @@ def emit_barrier(g: Generator, ins: Instruction) -> None:
         g.emit(f"if E.wait_for_warp(C, None, {g.pc}): return True")
     else:
         g.finish(g.pc + 1)
-    g.emit(f"E.barriers.arrive({g.here()}, {number}, {count}, {action != 'arrive'}{votes})")
+    arguments = f"{number}, {count}, {action != 'arrive'}{votes}"
+    g.emit(f"E.barriers.arrive({g.checked_execution()}, {arguments})")
     g.ended = True
 
 
@@ -102,14 +103,14 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
     local = action in ("init", "inval", "test_wait", "try_wait")
     g.refuse_if(local and "shared::cluster" in mods.left, "an mbarrier of another block")
     if action in ("init", "inval", *_BYTES):
-        where = shared_address(g, operands[0])
+        address_text = shared_address(g, operands[0])
         number = "" if action == "inval" else g.read(operands[1], "u4")
         if action in _BYTES:
             size = f"{'-' if action == 'complete_tx' else ''}{number}.astype(i8)"
-            g.emit(f"E.mbarriers.expect({g.here()}, {where}, {size})")
+            g.emit(f"E.mbarriers.expect({g.checked_execution()}, {address_text}, {size})")
         else:
             count = f", {number}" if action == "init" else ""
-            g.emit(f"E.mbarriers.{action}({g.here()}, {where}{count})")
+            g.emit(f"E.mbarriers.{action}({g.checked_execution()}, {address_text}{count})")
     elif action in ("test_wait", "try_wait"):
         _wait(g, operands, order == "relaxed")
     else:
@@ -119,17 +120,17 @@ def emit_mbarrier(g: Generator, ins: Instruction) -> None:
 
 def _wait(g: Generator, operands: list[Operand], relaxed: bool) -> None:
     parity = bool(g.mods.take("parity"))
-    where = shared_address(g, operands[1])
+    address_text = shared_address(g, operands[1])
     g.refuse_if(parity and as_immediate(operands[2]) not in (None, 0, 1), "this parity")
     phase = g.read(operands[2], "u4" if parity else "u8")
     repeats = g.program.repeats
     if g.check and g.pc in repeats.ignored:
-        g.emit(f"E.mbarriers.ignored({g.here()})")
+        g.emit(f"E.mbarriers.ignored({g.checked_execution()})")
     # Without a loop around it, a thread may go on before the phase completes. In a loop that does
     # nothing else, waiting is as good as testing again and again.
     blocks = g.pc in repeats.idle
-    how = f"{parity}, {blocks}, {relaxed}"
-    done = g.let(f"E.mbarriers.wait({g.here()}, {where}, {phase}, {how})")
+    modes = f"{parity}, {blocks}, {relaxed}"
+    done = g.let(f"E.mbarriers.wait({g.checked_execution()}, {address_text}, {phase}, {modes})")
     if blocks:
         g.emit(f"if {done} is None: return True")
     g.write(operands[0], done, "b1")
@@ -141,11 +142,12 @@ def _arrive(g: Generator, operands: list[Operand], modifiers: str) -> None:
     far = "shared::cluster" in g.mods.left and isinstance(to, Reg)
     g.refuse_if(far, "a state of an mbarrier of another block")
     g.refuse_if("noComplete" in modifiers and len(operands) < 2, "no count")
-    where = shared_address(g, operands[0])
-    given = g.read(operands[1], "u4") if len(operands) > 1 else ""
-    count = given if given and not expects else "1"
-    expected = f", {given}" if expects else ""
-    call = f"E.mbarriers.arrive({g.here()}, {where}, {count}, {modifiers!r}{expected})"
+    address_text = shared_address(g, operands[0])
+    number = g.read(operands[1], "u4") if len(operands) > 1 else ""
+    count = number if number and not expects else "1"
+    expected = f", {number}" if expects else ""
+    arguments = f"{address_text}, {count}, {modifiers!r}{expected}"
+    call = f"E.mbarriers.arrive({g.checked_execution()}, {arguments})"
     if isinstance(to, Reg):
         g.write(to, g.let(call), "u8")
     else:
@@ -181,8 +183,8 @@ def fence_proxy(g: Generator, ins: Instruction, only_shared: bool) -> None:
         return
     if g.mods.take("tensormap::generic"):
         if ins.operands:  # of acquire: the map and its size
-            where = address(g, ins.operands[0], "")
-            g.emit(f"E.maps.fence({g.here()}, {where})")
+            address_text = address(g, ins.operands[0], "")
+            g.emit(f"E.maps.fence({g.checked_execution()}, {address_text})")
         else:
             g.emit("E.fence(C, True)")
         return

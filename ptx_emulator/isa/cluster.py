@@ -29,8 +29,10 @@ def remote(address: Any) -> bool:
     return bool((np.asarray(address) > _OFFSET).any())
 
 
-def resolved(here: Execution, address: Any, size: int, at_once: bool = True) -> tuple[Array, Array]:
-    """The block of the wave and the offset in its shared memory, both (n, 32), of addresses.
+def resolved(
+    execution: Execution, address: Any, size: int, at_once: bool = True
+) -> tuple[Array, Array]:
+    """The block of the wave and the offset in its shared memory of each address, both (n, 32).
 
     The access takes place ``at_once``, or is watched until its end by the caller.
 
@@ -38,23 +40,23 @@ def resolved(here: Execution, address: Any, size: int, at_once: bool = True) -> 
         OutOfBounds: there is no block of that rank, or it has exited, or the offset is too large.
         Misaligned: the offset is not a multiple of ``size``.
     """
-    machine, where = here.machine, here.spread(address)
-    rank, offset = (where >> RANK_SHIFT) - 1, where & _OFFSET
-    rows = here.cohort.rows
-    own = machine.row_block[rows][:, None]
-    _require_rank(here, where >> RANK_SHIFT)
-    bad = (rank >= machine.cluster_size) | (where < 0)
-    first = own - own % machine.cluster_size
-    blocks = np.where((rank < 0) | bad, own, first + rank)
-    check_window(here, offset, size, machine.shared_size, "shared")
+    machine, addresses = execution.machine, execution.spread(address)
+    rank, offset = (addresses >> RANK_SHIFT) - 1, addresses & _OFFSET
+    rows = execution.cohort.rows
+    own_blocks = machine.row_block[rows][:, None]
+    _require_rank(execution, addresses >> RANK_SHIFT)
+    bad = (rank >= machine.cluster_size) | (addresses < 0)
+    first = own_blocks - own_blocks % machine.cluster_size
+    blocks = np.where((rank < 0) | bad, own_blocks, first + rank)
+    check_window(execution, offset, size, machine.shared_size, "shared")
     gone = machine.live_warps[blocks] == 0
-    if here.any(gone):
-        site = here.first(gone)
+    if execution.any(gone):
+        site = execution.first(gone)
         fail_exited(site, machine, int(blocks[site.row, site.lane]))
     if at_once and machine.shared_races and machine.cluster_size > 1:
-        chosen = here.active & (blocks != own)
-        others = here.spread(rows[:, None])[chosen]
-        machine.shared_races.note_remote(others, blocks[chosen], here.pc)
+        chosen = execution.active & (blocks != own_blocks)
+        others = execution.spread(rows[:, None])[chosen]
+        machine.shared_races.note_remote(others, blocks[chosen], execution.pc)
     return blocks, offset
 
 
@@ -65,17 +67,17 @@ def fail_exited(site: Site, machine: Wave, block: int) -> NoReturn:
     machine.fail(OutOfBounds, what, site, numbers, way_out)
 
 
-def _require_rank(here: Execution, above: Array) -> None:
+def _require_rank(execution: Execution, above: Array) -> None:
     """Checks ranks plus one (0: the block itself) against the size of the cluster."""
-    size = here.machine.cluster_size
+    size = execution.machine.cluster_size
     bad = (above > size) | (above < 0)
-    if here.any(bad):
-        site = here.first(bad)
+    if execution.any(bad):
+        site = execution.first(bad)
         what = "an address in another block of the cluster, which has no block of this rank"
-        rank = int(here.spread(above)[site.row, site.lane]) - 1
+        rank = int(execution.spread(above)[site.row, site.lane]) - 1
         way_out = "check the rank that mapa is given, and the cluster of the launch"
         numbers = f"rank {rank}; the cluster has {size} blocks"
-        here.machine.fail(OutOfBounds, what, site, numbers, way_out)
+        execution.machine.fail(OutOfBounds, what, site, numbers, way_out)
 
 
 def map_rank(address: Any, rank: Any) -> Any:
@@ -85,16 +87,16 @@ def map_rank(address: Any, rank: Any) -> Any:
     """
     base = SHARED_WINDOW if address.dtype.itemsize == 8 else 0
     offset = (address.astype(np.int64) - base) & _OFFSET
-    there = offset + ((np.minimum(rank.astype(np.int64), _NO_RANK) + 1) << RANK_SHIFT)
-    return (there + base).astype(address.dtype)
+    mapped = offset + ((np.minimum(rank.astype(np.int64), _NO_RANK) + 1) << RANK_SHIFT)
+    return (mapped + base).astype(address.dtype)
 
 
 def rank_of(machine: Wave, cohort: Cohort, address: Any) -> Any:
     """getctarank: the rank of the block in whose shared memory an address lies."""
     base = SHARED_WINDOW if address.dtype.itemsize == 8 else 0
     rank = ((address.astype(np.int64) - base) >> RANK_SHIFT) - 1
-    own = machine.row_block[cohort.rows][:, None] % machine.cluster_size
-    return np.where(rank < 0, own, rank).astype(np.uint32)
+    own_rank = machine.row_block[cohort.rows][:, None] % machine.cluster_size
+    return np.where(rank < 0, own_rank, rank).astype(np.uint32)
 
 
 @instruction("mapa", unit="move")

@@ -26,11 +26,11 @@ def compare_pairs(g: Generator, word: str, kind: str, a: Operand, b: Operand) ->
     """The comparisons of the low and of the high halves of two pairs, as locals."""
     ftz = bool(g.mods.take("ftz"))
     x, y = (g.let(g.read(o, "u4")) for o in (a, b))
-    found = []
+    compared = []
     for shift in (0, 16):
         low, high = (f"({v} >> {g.literal(shift, 'u4')}).astype(u2)" for v in (x, y))
-        found.append(g.let(compare_halves(g, word, kind, low, high, ftz)))
-    return found
+        compared.append(g.let(compare_halves(g, word, kind, low, high, ftz)))
+    return compared
 
 
 def comparison(g: Generator, word: str, kind: str, a: Operand, b: Operand) -> str:
@@ -125,13 +125,13 @@ def emit_select(g: Generator, ins: Instruction) -> None:
     if isinstance(p, Not):
         a, b, p = b, a, p.reg
     x = bits_or(g, a, dtype)
-    of_x, g.defined = g.defined, []
+    defined_x, g.defined = g.defined, []
     y = bits_or(g, b, dtype)
-    of_y, g.defined = g.defined, []
+    defined_y, g.defined = g.defined, []
     test = g.read(p, "b1")
-    if of_x or of_y:
+    if defined_x or defined_y:
         # Only the selected value counts as read.
-        chosen = [" & ".join(names) or g.literal(1, "b1") for names in (of_x, of_y)]
+        chosen = [" & ".join(names) or g.literal(1, "b1") for names in (defined_x, defined_y)]
         g.defined.append(g.let(f"where({test}, {chosen[0]}, {chosen[1]})"))
     g.write(to, f"where({test}, {x}, {y})", dtype)
 

@@ -8,11 +8,11 @@ from ptx_emulator.ptx.syntax import Instruction, LabelRef, Sym
 from ptx_emulator.state.wave import Execution
 
 
-def raise_trap(here: Execution, what: str) -> None:
-    if here.active.any():
+def raise_trap(execution: Execution, what: str) -> None:
+    if execution.active.any():
         numbers = "a GPU stops the program here as well"
         way_out = "find out why the kernel takes this branch"
-        here.machine.fail(Trapped, what, here.first(), numbers, way_out)
+        execution.machine.fail(Trapped, what, execution.first(), numbers, way_out)
 
 
 def guard_of(g: Generator, ins: Instruction) -> str:
@@ -66,7 +66,7 @@ def emit_leave(g: Generator, ins: Instruction) -> None:
 
 @instruction("trap", "brkpt", unit="control", result=False, branches=True)
 def emit_trap(g: Generator, ins: Instruction) -> None:
-    g.emit(f"raise_trap({g.here()}, 'the kernel executed {ins.op}')")
+    g.emit(f"raise_trap({g.checked_execution()}, 'the kernel executed {ins.op}')")
 
 
 @instruction("call", unit="control", result=False)
@@ -74,7 +74,7 @@ def emit_call(g: Generator, ins: Instruction) -> None:
     name = next((o.name for o in ins.operands if isinstance(o, Sym)), "")
     if name == "__assertfail":
         g.mods.left.clear()
-        g.emit(f"raise_trap({g.here()}, 'a device-side assert failed')")
+        g.emit(f"raise_trap({g.checked_execution()}, 'a device-side assert failed')")
         return
     if not name:
         what = "a call through a pointer, recursive or of no function of the module"
@@ -84,9 +84,9 @@ def emit_call(g: Generator, ins: Instruction) -> None:
 
 @instruction("call_of_nothing", unit="control", result=False, branches=True)
 def emit_call_of_nothing(g: Generator, ins: Instruction) -> None:
-    """What follows the comparisons of a call through a pointer, see `ptx.flatten`."""
+    """The end of the comparisons of a call through a pointer, see `ptx.flatten`."""
     what = "a call through a pointer that points to no function with these parameters"
-    g.emit(f"raise_trap({g.here()}, {what!r})")
+    g.emit(f"raise_trap({g.checked_execution()}, {what!r})")
 
 
 @instruction("nanosleep", unit="control", result=False, ends_segment=True)
@@ -103,6 +103,6 @@ def emit_sleep(g: Generator, ins: Instruction) -> None:
 def emit_dependent_launch(g: Generator, ins: Instruction) -> None:
     """Without effect in a launch that does not overlap the one before it."""
     if g.one_of("wait", "launch_dependents") == "wait":
-        g.emit(f"if E.dependent and E.dependent.wait({g.here()}): return True")
+        g.emit(f"if E.dependent and E.dependent.wait({g.checked_execution()}): return True")
     else:
         g.emit("if E.dependent: E.dependent.start_dependents(C)")

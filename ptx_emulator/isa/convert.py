@@ -37,13 +37,13 @@ def float_to_integer(x: Any, rounded: Callable[[Any], Any], to: Any) -> Any:
     nan = np.isnan(wide)
     # float(2**63 - 1) is 2**63: such values need the exact limit.
     top = inside >= float(limits.max)
-    found = np.where(top | nan, 0.0, inside).astype(to)
-    found = np.where(top, to.type(limits.max), found)
+    result = np.where(top | nan, 0.0, inside).astype(to)
+    result = np.where(top, to.type(limits.max), result)
     if not nan.any():
-        return found
+        return result
     wider = x.dtype == np.float64 or to.itemsize == 8
-    of_nan = (1 << 8 * to.itemsize - 1) * (-1 if to.kind == "i" else 1) if wider else 0
-    return np.where(nan, to.type(of_nan), found)
+    nan_result = (1 << 8 * to.itemsize - 1) * (-1 if to.kind == "i" else 1) if wider else 0
+    return np.where(nan, to.type(nan_result), result)
 
 
 def integer_to_float(x: Any, to: Any, rounding: str) -> Any:
@@ -67,8 +67,8 @@ def integer_to_float(x: Any, to: Any, rounding: str) -> Any:
 def saturate_integer(x: Any, to: Any) -> Any:
     """Clamps an integer to the range of a narrower or differently signed type."""
     limits = np.iinfo(to)
-    own = np.iinfo(x.dtype)
-    low, high = max(limits.min, own.min), min(limits.max, own.max)
+    source_limits = np.iinfo(x.dtype)
+    low, high = max(limits.min, source_limits.min), min(limits.max, source_limits.max)
     return np.clip(x, x.dtype.type(low), x.dtype.type(high)).astype(to)
 
 
@@ -125,7 +125,7 @@ _LARGEST = {
 
 
 def within_finite(x: Any, kind: str) -> Any:
-    """float32 numbers, those beyond the largest finite one of a format replaced by it."""
+    """float32 numbers, clamped to the largest finite number of a format."""
     return np.clip(x, -_LARGEST[kind], _LARGEST[kind])
 
 
@@ -137,9 +137,9 @@ def pack_halves(high: Any, low: Any, kind: str, rounding: str, clamps: bool) -> 
         bits = to_bf16(high, rounding).astype(np.uint32) << _SIXTEEN
         return to_bf16(low, rounding).astype(np.uint32) | bits
     out: Any = np.empty((*np.broadcast_shapes(high.shape, low.shape), 2), np.float16)
-    for place, half in enumerate((low, high)):
+    for index, half in enumerate((low, high)):
         # The assignment rounds to nearest.
-        out[..., place] = (
+        out[..., index] = (
             half if rounding == "rn" else floats.round_directed(half, rounding, np.float16)
         )
     return out.view(np.uint32)[..., 0]
@@ -157,8 +157,8 @@ def to_tf32(x: Any, rounding: str) -> Any:
     rounded = rounded & np.uint32(0xFFFFE000)
     special = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
     nan = np.isnan(x)
-    kept = np.where(special, bits, rounded)
-    return np.where(nan, np.uint32(0x7FFFFFFF), kept).view(np.float32)
+    kept_bits = np.where(special, bits, rounded)
+    return np.where(nan, np.uint32(0x7FFFFFFF), kept_bits).view(np.float32)
 
 
 # Of each format: bits of the fraction, the lowest exponent, and the bits of the largest number.
@@ -173,9 +173,9 @@ def to_small_float(x: Any, kind: str) -> Any:
     finite = np.where(np.isfinite(size), size, 0.0)
     _, exponent = np.frexp(finite)
     step = np.ldexp(1.0, np.maximum(exponent - 1, lowest) - fraction)
-    known = SMALL_FLOATS[kind][: most + 1].astype(np.float64)
-    nearest = np.where(np.isinf(size), known[most], np.rint(finite / step) * step)
-    bits = np.searchsorted(known, np.minimum(nearest, known[most]))
+    magnitudes = SMALL_FLOATS[kind][: most + 1].astype(np.float64)
+    nearest = np.where(np.isinf(size), magnitudes[most], np.rint(finite / step) * step)
+    bits = np.searchsorted(magnitudes, np.minimum(nearest, magnitudes[most]))
     return np.where(np.isnan(x), 0x7F, bits | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
@@ -268,20 +268,20 @@ def emit_convert_number(g: Generator, ins: Instruction) -> None:
 
 def _require_form(g: Generator, source: str, to: str, rounding: str, integral: bool) -> None:
     """Checks the rounding mode of a conversion: it has one if, and only if, it may be inexact."""
-    of_float, to_float = floats.is_float(source), floats.is_float(to) or to == "tf32"
-    narrows = to_float and (not of_float or to == "tf32" or TYPE_BYTES[to] < TYPE_BYTES[source])
+    from_float, to_float = floats.is_float(source), floats.is_float(to) or to == "tf32"
+    narrows = to_float and (not from_float or to == "tf32" or TYPE_BYTES[to] < TYPE_BYTES[source])
     g.refuse_if(narrows and not rounding, "no rounding mode")
     # Those from bfloat16, and between it and float16, may have one.
-    free = narrows or (of_float and to_float and source != to and "bf16" in (source, to))
+    free = narrows or (from_float and to_float and source != to and "bf16" in (source, to))
     allowed = free and (rounding != "rna" or to == "tf32")
     g.refuse_if(rounding and not allowed, f"the rounding mode .{rounding}")
-    whole = of_float and (not to_float or source == to)
+    whole = from_float and (not to_float or source == to)
     g.refuse_if(integral and not whole, "rounding to an integer")
-    g.refuse_if(of_float and not to_float and not integral, "no rounding to an integer")
+    g.refuse_if(from_float and not to_float and not integral, "no rounding to an integer")
 
 
 def _small_floats(g: Generator, ins: Instruction, kind: str) -> None:
-    """To and from pairs of 8-bit floats."""
+    """Conversions to and from pairs of 8-bit floats."""
     mods = g.mods
     clamps, saturates = bool(mods.take("relu")), bool(mods.take("satfinite"))
     other = g.one_of("f16x2", "f32")
@@ -312,16 +312,16 @@ def _pack(g: Generator, ins: Instruction) -> None:
     g.write(ins.operands[0], f"pack_saturated({a}, {b}, {c}, {bits}, {into[0] == 's'})", "u4")
 
 
-def _rounded(value: str, held: str, to: str, rounding: str) -> str:
-    """A float of dtype ``held`` as the float type ``to``."""
+def _rounded(value: str, source_dtype: str, to: str, rounding: str) -> str:
+    """A float of dtype ``source_dtype`` as the float type ``to``."""
     dtype = DTYPE[to]
     if to == "tf32":
         return f"to_tf32({value}, {rounding!r})"
     if to == "bf16":
         return f"to_bf16({value}, {rounding or 'rn'!r})"
-    if int(held[1:]) > int(dtype[1:]):
+    if int(source_dtype[1:]) > int(dtype[1:]):
         return f"round_directed({value}, {rounding or 'rn'!r}, {dtype})"
-    return value if held == dtype else f"{value}.astype({dtype})"
+    return value if source_dtype == dtype else f"{value}.astype({dtype})"
 
 
 def _from_integer(value: str, source: str, to: str, saturates: bool, rounding: str) -> str:
@@ -336,9 +336,10 @@ def _from_integer(value: str, source: str, to: str, saturates: bool, rounding: s
         return f"{value}.astype({dtype})"
     rounding = rounding or "rn"
     # Halves are rounded from float64, which is rounded to odd so that only the last one counts.
-    held = dtype if to in ("f32", "f64") else "f8"
-    text = f"integer_to_float({value}, {held}, {rounding if held == dtype else 'ro'!r})"
-    return _rounded(f"saturate({text})" if saturates else text, held, to, rounding)
+    intermediate = dtype if to in ("f32", "f64") else "f8"
+    mode = rounding if intermediate == dtype else "ro"
+    text = f"integer_to_float({value}, {intermediate}, {mode!r})"
+    return _rounded(f"saturate({text})" if saturates else text, intermediate, to, rounding)
 
 
 _FLOAT32: dict[str, Callable[..., Any]] = {
@@ -377,8 +378,8 @@ def half_op(op: str, kind: str, flags: str, *operands: Any) -> Any:
         product = x[0].astype(np.float64) * x[1].astype(np.float64)
         value = floats.odd_sum(product, x[2].astype(np.float64))
     else:
-        given = [np.abs(v) for v in x] if "xorsign" in flags else x
-        value = _FLOAT32[op](*given)
+        arguments = [np.abs(v) for v in x] if "xorsign" in flags else x
+        value = _FLOAT32[op](*arguments)
         if "xorsign" in flags:
             value = floats.xor_signs(value, *x)
         if "NaN" in flags:
@@ -420,6 +421,6 @@ def parts_of(value: Any, part: Any) -> Any:
 def join_parts(dtype: Any, part: Any, *values: Any) -> Any:
     """The reverse of :func:`parts_of`, the low part first."""
     out = np.empty((*np.broadcast_shapes(*(np.shape(v) for v in values)), len(values)), part)
-    for place, value in enumerate(values):
-        out[..., place] = value
+    for index, value in enumerate(values):
+        out[..., index] = value
     return out.view(dtype)[..., 0]

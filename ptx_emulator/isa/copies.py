@@ -71,26 +71,26 @@ def emit_copy(g: Generator, ins: Instruction) -> None:
     to = address(g, operands[0], "shared")
     source = address(g, operands[1], "global")
     read = _source_bytes(g, operands[3], size) if len(operands) > 3 else size
-    g.emit(f"E.copies.issue({g.here()}, {to}, {source}, {size}, {read})")
+    g.emit(f"E.copies.issue({g.checked_execution()}, {to}, {source}, {size}, {read})")
 
 
 def _arrive(g: Generator, ins: Instruction) -> None:
     """cp.async.mbarrier.arrive: an arrival when the earlier copies of the thread are complete."""
     g.need("arrive", "b64")
     counted = bool(g.mods.take("noinc"))
-    where = shared_address(g, ins.operands[0])
-    g.emit(f"E.copies.arrive({g.here()}, {where}, {counted})")
+    address_text = shared_address(g, ins.operands[0])
+    g.emit(f"E.copies.arrive({g.checked_execution()}, {address_text}, {counted})")
 
 
-def _group(g: Generator, ins: Instruction, of: str) -> bool:
+def _group(g: Generator, ins: Instruction, unit: str) -> bool:
     """Emits commit_group or wait_group of the copies ``E.copies`` or ``E.bulk``, if it is one."""
     if g.mods.take("commit_group"):
-        g.emit(f"E.{of}.commit(C, {g.lanes()})")
+        g.emit(f"E.{unit}.commit(C, {g.lanes()})")
         return True
     if g.mods.take("wait_group"):
-        reads = of == "bulk" and g.mods.take("read")
+        reads = unit == "bulk" and g.mods.take("read")
         left = g.immediate(ins.operands[0], "a number of groups")
-        g.emit(f"E.{of}.wait(C, {left}, {g.lanes()}{', True' if reads else ''})")
+        g.emit(f"E.{unit}.wait(C, {left}, {g.lanes()}{', True' if reads else ''})")
         return True
     return False
 
@@ -143,25 +143,25 @@ def _between_blocks(g: Generator, operands: list[Operand], operation: str, mask:
     """A copy from shared memory of the block to that of another one of its cluster."""
     g.refuse_if(operation, "a bulk reduction in shared memory")
     g.refuse_if(mask != "None" or len(operands) != 4, "with these operands")
-    to, source, barrier = (address(g, operands[place], "shared") for place in (0, 1, 3))
+    to, source, barrier = (address(g, operands[index], "shared") for index in (0, 1, 3))
     count = f"{g.read(operands[2], 'u4')}.astype(i8)"
-    g.emit(f"E.bulk.between_blocks({g.here()}, {to}, {source}, {barrier}, {count})")
+    g.emit(f"E.bulk.between_blocks({g.checked_execution()}, {to}, {source}, {barrier}, {count})")
 
 
 def _prefetch(g: Generator, operands: list[Operand]) -> None:
-    """A copy of global memory into L2: nothing, but for what its operands must be."""
+    """A copy of global memory into L2: it has no effect, but its operands are checked."""
     g.need("L2", "global")
     if g.mods.take("tensor"):
         g.refuse_if(len(operands) != 1, "im2col copies")
-        tensor_map, coordinates = _place_in_tensor(g, operands[0])
-        g.emit(f"E.bulk.prefetch_tensor({g.here()}, {tensor_map}, ({coordinates}))")
+        tensor_map, coordinates = _box_in_tensor(g, operands[0])
+        g.emit(f"E.bulk.prefetch_tensor({g.checked_execution()}, {tensor_map}, ({coordinates}))")
         return
     source, size = operands
     count = f"{g.read(size, 'u4')}.astype(i8)"
-    g.emit(f"E.bulk.prefetch({g.here()}, {address(g, source, 'global')}, {count})")
+    g.emit(f"E.bulk.prefetch({g.checked_execution()}, {address(g, source, 'global')}, {count})")
 
 
-def _place_in_tensor(g: Generator, tensor: Operand) -> tuple[str, str]:
+def _box_in_tensor(g: Generator, tensor: Operand) -> tuple[str, str]:
     """The address of a tensor map, and the coordinates of a box."""
     rank = g.mods.take("1d", "2d", "3d", "4d", "5d")
     g.mods.take("tile")
@@ -176,11 +176,11 @@ def _place_in_tensor(g: Generator, tensor: Operand) -> tuple[str, str]:
 def _tensor(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
     g.refuse_if(len(operands) != (3 if into else 2), "im2col copies, or masks of blocks")
     tensor, shared = (operands[1], operands[0]) if into else (operands[0], operands[1])
-    tensor_map, coordinates = _place_in_tensor(g, tensor)
-    at = address(g, shared, "shared")
+    tensor_map, coordinates = _box_in_tensor(g, tensor)
+    offset = address(g, shared, "shared")
     barrier = address(g, operands[2], "shared") if into else "None"
-    given = f"{at}, {tensor_map}, {barrier}, {mask}, ({coordinates})"
-    g.emit(f"E.bulk.tensor({g.here()}, {given}, {operation or None!r})")
+    arguments = f"{offset}, {tensor_map}, {barrier}, {mask}, ({coordinates})"
+    g.emit(f"E.bulk.tensor({g.checked_execution()}, {arguments}, {operation or None!r})")
 
 
 @instruction(
@@ -198,7 +198,7 @@ def emit_tensor_map(g: Generator, ins: Instruction) -> None:
         g.need(*words)
         g.refuse_if(as_immediate(ins.operands[2]) != 128, "another size than 128")
         to, source = address(g, ins.operands[0], "global"), address(g, ins.operands[1], "shared")
-        g.emit(f"E.maps.copy({g.here()}, {to}, {source})")
+        g.emit(f"E.maps.copy({g.checked_execution()}, {to}, {source})")
         return
     g.need("replace", "tile", "b1024")
     field, kind = g.one_of(*FIELDS), g.one_of("b32", "b64")
@@ -208,10 +208,10 @@ def emit_tensor_map(g: Generator, ins: Instruction) -> None:
     if space == "" or len(values) != (2 if FIELDS[field][2] > 1 else 1):
         raise g.unknown("a generic address, or these operands")
     index = g.immediate(values[0], "an entry of the field") if len(values) > 1 else 0
-    where = address(g, memory, space)
+    address_text = address(g, memory, space)
     value = g.read(values[-1], "u8" if kind == "b64" else "u4")
-    place, entry = f"({space!r}, {where})", f"({field!r}, {index})"
-    g.emit(f"E.maps.replace({g.here()}, {place}, {entry}, {value})")
+    location, entry = f"({space!r}, {address_text})", f"({field!r}, {index})"
+    g.emit(f"E.maps.replace({g.checked_execution()}, {location}, {entry}, {value})")
 
 
 def _plain(g: Generator, operands: list[Operand], into: bool, operation: str, mask: str) -> None:
@@ -221,9 +221,9 @@ def _plain(g: Generator, operands: list[Operand], into: bool, operation: str, ma
         raise g.unknown("with these operands")
     to, source, size = operands[:3]
     shared, device = (to, source) if into else (source, to)
-    at, other = address(g, shared, "shared"), address(g, device, "global")
+    offset, other = address(g, shared, "shared"), address(g, device, "global")
     count = f"{g.read(size, 'u4')}.astype(i8)"
     barrier = address(g, operands[3], "shared") if into else "None"
     reduction = (operation, kind) if operation else None
-    given = f"{at}, {other}, {barrier}, {mask}, {count}"
-    g.emit(f"E.bulk.plain({g.here()}, {given}, {reduction!r})")
+    arguments = f"{offset}, {other}, {barrier}, {mask}, {count}"
+    g.emit(f"E.bulk.plain({g.checked_execution()}, {arguments}, {reduction!r})")

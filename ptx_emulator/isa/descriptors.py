@@ -56,12 +56,12 @@ class OperandChunks(NamedTuple):
     """Positions of the chunks of an operand relative to an address that is a multiple of 1024.
 
     Attributes:
-        places: in units of 16 bytes; K-major (rows, chunks along k), MN-major (k, chunks of 8
+        positions: in units of 16 bytes; K-major (rows, chunks along k), MN-major (k, chunks of 8
             rows).
         low, high: offset of the first byte, and of the end.
     """
 
-    places: Array
+    positions: Array
     low: int
     high: int
 
@@ -120,13 +120,13 @@ def operand_chunks(
         else:
             step = k // 8 * stride + k % 8 * span + chunk % per_span * CHUNK_BYTES
             step = step + chunk // per_span * leading
-        place = (start[:, None, None] + step).reshape(-1, rows // 8)
+        offsets = (start[:, None, None] + step).reshape(-1, rows // 8)
     else:
         r = np.arange(rows)[:, None]
         if even_first:
             r = r.reshape(-1, 4, 2).transpose(0, 2, 1).reshape(-1, 1)
         along = np.arange(STEP_CHUNKS) * (leading if span == CHUNK_BYTES else CHUNK_BYTES)
         row = r // 8 * stride + r % 8 * span
-        place = (row[:, :, None] + start[None, :, None] + along).reshape(rows, -1)
-    place ^= ((place >> 7) & (span // CHUNK_BYTES - 1)) << 4
-    return OperandChunks(place >> 4, int(place.min()), int(place.max()) + CHUNK_BYTES)
+        offsets = (row[:, :, None] + start[None, :, None] + along).reshape(rows, -1)
+    offsets ^= ((offsets >> 7) & (span // CHUNK_BYTES - 1)) << 4
+    return OperandChunks(offsets >> 4, int(offsets.min()), int(offsets.max()) + CHUNK_BYTES)

@@ -161,15 +161,15 @@ def exact(op: str, mode: str, *operands: Any) -> Any:
     float32 is computed in float64; float64 has no wider type, so that each element is computed by
     itself, which is slow.
     """
-    given = np.broadcast_arrays(*operands)
-    result = np.array(_PLAIN[op](*given))
+    arguments = np.broadcast_arrays(*operands)
+    result = np.array(_PLAIN[op](*arguments))
     # What numpy computes of infinities, NaNs and divisions by zero is exact.
-    finite = np.isfinite(given).all(axis=0)
+    finite = np.isfinite(arguments).all(axis=0)
     if op in ("div", "sqrt"):
-        finite &= given[-1] != 0 if op == "div" else given[0] > 0
-    for at in np.flatnonzero(finite):
-        values = [float(x.flat[at]) for x in given]
-        result.flat[at] = _exact_element(op, mode, values, float(result.flat[at]))
+        finite &= arguments[-1] != 0 if op == "div" else arguments[0] > 0
+    for index in np.flatnonzero(finite):
+        values = [float(x.flat[index]) for x in arguments]
+        result.flat[index] = _exact_element(op, mode, values, float(result.flat[index]))
     return result[()]
 
 

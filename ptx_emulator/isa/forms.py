@@ -102,18 +102,18 @@ Form = tuple[tuple[frozenset[str], bool], ...]
 
 
 def _form(text: str) -> Form:
-    found = []
+    modifiers = []
     for word in " ".join(_WORDS.get(word, word) for word in text.split()).split():
         ones = word.removesuffix("?").split("/")
         parts = {part for one in ones for part in _WORDS.get(one, one).split("/")}
-        found.append((frozenset(parts), word.endswith("?")))
-    return tuple(found)
+        modifiers.append((frozenset(parts), word.endswith("?")))
+    return tuple(modifiers)
 
 
 @functools.cache
 def _forms() -> dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]]:
     """The table, read when the first instruction is looked up."""
-    found: dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]] = {}
+    table: dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]] = {}
     for line in _TABLE.strip().replace("\n    ", " ").splitlines():
         opcodes, counts, forms = line.split(": ", 2)
         entry = (
@@ -121,8 +121,8 @@ def _forms() -> dict[str, list[tuple[frozenset[int], tuple[Form, ...]]]]:
             tuple(_form(form) for form in forms.split(";")),
         )
         for opcode in opcodes.split():
-            found.setdefault(opcode, []).append(entry)
-    return found
+            table.setdefault(opcode, []).append(entry)
+    return table
 
 
 def _has(form: Form, modifiers: tuple[str, ...]) -> bool:
@@ -147,8 +147,8 @@ def problem(opcode: str, modifiers: tuple[str, ...], operands: int) -> str:
     entries = _forms().get(opcode, ())
     fitting = [counts for counts, forms in entries if any(_has(form, modifiers) for form in forms)]
     if entries and not fitting:
-        known = {w for _, forms in entries for form in forms for words, _ in form for w in words}
-        if strange := [word for word in modifiers if word not in known]:
+        possible = {w for _, forms in entries for form in forms for words, _ in form for w in words}
+        if strange := [word for word in modifiers if word not in possible]:
             return "the modifier ." + " .".join(strange)
         return "PTX has no form with these modifiers: one is missing, or they exclude each other"
     if entries and not any(operands in counts for counts in fitting):

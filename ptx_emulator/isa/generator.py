@@ -88,8 +88,8 @@ def expression_of(result: str, text: str, ignored: str = "") -> TypedEmitter:
         dtypes = {"T": DTYPE.get(kind, ""), "U": f"u{size}", "N": neutral}
         if result == "S":
             dtypes["S"] = DTYPE[g.mods.type()]
-        given = zip(sorted(read), sources, strict=True)
-        values = {at: g.read(source, dtypes.get(read[at], read[at])) for at, source in given}
+        operands = zip(sorted(read), sources, strict=True)
+        values = {a: g.read(source, dtypes.get(read[a], read[a])) for a, source in operands}
 
         def filled(field: re.Match[str]) -> str:
             words = field[2].split("/")
@@ -100,8 +100,8 @@ def expression_of(result: str, text: str, ignored: str = "") -> TypedEmitter:
             g.write(to, value, dtypes.get(result, result))
             return
         both = g.let(value)
-        for place, (part, dtype) in enumerate(zip(split_pair(to), result.split("|"), strict=True)):
-            g.write(part, f"{both}[{place}]", dtype)
+        for index, (part, dtype) in enumerate(zip(split_pair(to), result.split("|"), strict=True)):
+            g.write(part, f"{both}[{index}]", dtype)
 
     return emit
 
@@ -125,9 +125,9 @@ class Modifiers:
 
     def type(self) -> str:
         """Removes and returns the last type modifier; '' if there is none."""
-        for place in reversed(range(len(self.left))):
-            if self.left[place] in syntax.TYPE_BYTES:
-                return self.left.pop(place)
+        for index in reversed(range(len(self.left))):
+            if self.left[index] in syntax.TYPE_BYTES:
+                return self.left.pop(index)
         return ""
 
 
@@ -208,18 +208,19 @@ class Generator:
 
     def unknown(
         self,
-        what: str = "",
+        feature: str = "",
         way_out: str = "add it to the emitter of its family in ptx_emulator/isa/",
     ) -> UnknownInstruction:
-        problem = f"the emulator does not support {self.ins.name}" + (f": {what}" if what else "")
-        where = f"kernel {self.program.name}, {self.program.place(self.pc)}"
+        problem = f"the emulator does not support {self.ins.name}"
+        problem += f": {feature}" if feature else ""
+        where = f"kernel {self.program.name}, {self.program.source_location(self.pc)}"
         numbers = self.program.text(self.pc)
         return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)
 
-    def refuse_if(self, condition: Any, what: str) -> None:
-        """Refuses the instruction, which has ``what`` if the condition holds."""
+    def refuse_if(self, condition: Any, feature: str) -> None:
+        """Refuses the instruction, which has ``feature`` if the condition holds."""
         if condition:
-            raise self.unknown(what)
+            raise self.unknown(feature)
 
     def need(self, *words: str) -> None:
         """Removes modifiers that the instruction must have."""
@@ -234,11 +235,11 @@ class Generator:
             raise self.unknown(f"none of .{', .'.join(words)}")
         return word
 
-    def immediate(self, operand: Operand, what: str) -> int:
+    def immediate(self, operand: Operand, role: str) -> int:
         """The value of an operand, which must be an integer constant."""
         value = instructions.as_immediate(operand)
         if value is None:
-            raise self.unknown(f"{what} that is not a constant")
+            raise self.unknown(f"{role} that is not a constant")
         return value
 
     # ---- registers
@@ -256,11 +257,11 @@ class Generator:
     def read(self, operand: Operand, dtype: str) -> str:
         """An expression for an operand as ``dtype``; wider registers are truncated."""
         if isinstance(operand, Reg):
-            name, held = self.current(operand.index), self.program.dtype[operand.index]
+            name, register_dtype = self.current(operand.index), self.program.dtype[operand.index]
             self.note_definedness(operand.index)
-            if int(dtype[1:]) > int(held[1:]):
-                raise self.unknown(f"a {held} register read as {dtype}")
-            return self.viewed(name, held, dtype)
+            if int(dtype[1:]) > int(register_dtype[1:]):
+                raise self.unknown(f"a {register_dtype} register read as {dtype}")
+            return self.viewed(name, register_dtype, dtype)
         if isinstance(operand, Imm):
             return self.constant(operand, dtype)
         if isinstance(operand, syntax.Special):
@@ -271,13 +272,13 @@ class Generator:
             return f"~{self.read(operand.reg, 'b1')}"
         raise self.unknown("an operand of this kind")
 
-    def viewed(self, value: str, held: str, dtype: str) -> str:
-        """A value of dtype ``held`` as another one: its bits, truncated or extended by zeros."""
-        if held == dtype:
+    def viewed(self, value: str, value_dtype: str, dtype: str) -> str:
+        """A value of ``value_dtype`` as another dtype: its bits, truncated or extended by zeros."""
+        if value_dtype == dtype:
             return value
-        self.refuse_if("b1" in (held, dtype), "a predicate used as a number")
-        self.refuse_if("c16" in (held, dtype), "a part of a register of 128 bits")
-        size, wanted = int(held[1:]), int(dtype[1:])
+        self.refuse_if("b1" in (value_dtype, dtype), "a predicate used as a number")
+        self.refuse_if("c16" in (value_dtype, dtype), "a part of a register of 128 bits")
+        size, wanted = int(value_dtype[1:]), int(dtype[1:])
         if size != wanted:
             value = f"{value}.view({_UNSIGNED[size]}).astype({_UNSIGNED[wanted]})"
         return f"{value}.view({dtype})"
@@ -347,9 +348,9 @@ class Generator:
     def integer(self, operand: Operand, size: int) -> str:
         """The dtype to compute a sign-agnostic integer result in, so that no view is needed."""
         if isinstance(operand, Reg):
-            held = self.program.dtype[operand.index]
-            if held[0] in "iu" and held[1:] == str(size):
-                return held
+            register_dtype = self.program.dtype[operand.index]
+            if register_dtype[0] in "iu" and register_dtype[1:] == str(size):
+                return register_dtype
         return _UNSIGNED[size]
 
     def write(self, operand: Operand, expression: str, dtype: str) -> None:
@@ -362,21 +363,23 @@ class Generator:
         if not isinstance(operand, Reg):
             raise self.unknown("a destination that is not a register")
         index = operand.index
-        held = self.program.dtype[index]
-        if held != dtype:
-            self.refuse_if("b1" in (held, dtype), "a predicate as the destination of a number")
-            wide, size = int(held[1:]), int(dtype[1:])
+        register_dtype = self.program.dtype[index]
+        if register_dtype != dtype:
+            self.refuse_if(
+                "b1" in (register_dtype, dtype), "a predicate as the destination of a number"
+            )
+            wide, size = int(register_dtype[1:]), int(dtype[1:])
             self.refuse_if(wide > 8, "a result of this type in a register of 128 bits")
             if wide > size:
                 kind = "i" if dtype[0] == "i" else "u"
                 narrow = f"({expression})"
                 if dtype[0] == "f":
                     narrow += f".view({_UNSIGNED[size]})"
-                expression = f"{narrow}.astype({kind}{wide}).view({held})"
+                expression = f"{narrow}.astype({kind}{wide}).view({register_dtype})"
             elif wide < size:
                 raise self.unknown("a destination that is too narrow")
             else:
-                expression = f"({expression}).view({held})"
+                expression = f"({expression}).view({register_dtype})"
         if self.guard:
             old = self.current(index)
             name = self.let(f"where({self.guard}, {expression}, {old})")
@@ -387,8 +390,8 @@ class Generator:
 
     def write_items(self, items: Iterable[Operand], value: str, dtype: str) -> None:
         """Assigns the elements of ``value``, whose text has {} for the number of an element."""
-        for place, item in enumerate(items):
-            self.write(item, value.format(place), dtype)
+        for number, item in enumerate(items):
+            self.write(item, value.format(number), dtype)
 
     def flush(self, live: int) -> None:
         """Emits all pending tensor-core products.
@@ -418,7 +421,7 @@ class Generator:
         self.names[slot] = self.let(value)
 
     def set_defined(self, index: int) -> None:
-        """The register is as defined as what was read since `require_defined`."""
+        """Makes a register as defined as the values that were read since `require_defined`."""
         defined = self.result_definedness(index)
         if defined is not None:
             self.set_definedness(index, defined)
@@ -464,8 +467,8 @@ class Generator:
         """An `Execution` of this instruction as an expression, by the active lanes or by others."""
         return f"Execution(E, C, {lanes or self.lanes()}, {self.pc})"
 
-    def here(self, lanes: str = "") -> str:
-        """`execution` of what takes the values read so far out of the registers."""
+    def checked_execution(self, lanes: str = "") -> str:
+        """`execution`, after a check that the values read so far have been written."""
         self.require_defined()
         return self.execution(lanes)
 
@@ -579,7 +582,7 @@ class Generator:
             head.append("M = C.mask")
         head += [f"{name} = R[{index}]" for index, name in sorted(self.loads.items())]
         lines = head + self.lines
-        last = {name: at for at, line in enumerate(lines) for name in _LOCAL.findall(line)}
+        last = {name: n for n, line in enumerate(lines) for name in _LOCAL.findall(line)}
         dying: dict[int, list[str]] = {}
         for name, number in last.items():
             dying.setdefault(number, []).append(name)

@@ -115,10 +115,10 @@ def find_bit(a: Any, as_shift: bool) -> Any:
     """bfind: the highest bit that differs from the sign; 0xffffffff if there is none."""
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     bits = np.where(a < 0, ~a, a).view(unsigned) if a.dtype.kind == "i" else a
-    place = _highest_bit(bits)
+    position = _highest_bit(bits)
     if as_shift:
-        place = np.where(place < 0, place, np.int32(a.dtype.itemsize * 8 - 1) - place)
-    return place.astype(np.int32).view(np.uint32)
+        position = np.where(position < 0, position, np.int32(a.dtype.itemsize * 8 - 1) - position)
+    return position.astype(np.int32).view(np.uint32)
 
 
 def reverse_bits(a: Any) -> Any:
@@ -204,26 +204,26 @@ def permute_bytes(a: Any, b: Any, selector: Any, mode: str) -> Any:
     both = _joined(a, b)
     selector = selector.astype(np.uint64)
     result: Any = np.uint64(0)
-    for place in range(4):
-        nibble = (selector >> np.uint64(4 * place)) & np.uint64(15)
-        chosen = _PERMUTATIONS[mode](selector & np.uint64(3), np.uint64(place)) if mode else nibble
+    for number in range(4):
+        nibble = (selector >> np.uint64(4 * number)) & np.uint64(15)
+        chosen = _PERMUTATIONS[mode](selector & np.uint64(3), np.uint64(number)) if mode else nibble
         byte = (both >> ((chosen & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
         if not mode:
             # Bit 3 of a selector replicates the sign of the byte.
             byte = np.where(nibble & np.uint64(8), (byte >> np.uint64(7)) * np.uint64(0xFF), byte)
-        result = result | (byte << np.uint64(8 * place))
+        result = result | (byte << np.uint64(8 * number))
     return result.astype(np.uint32)
 
 
-# The modes of prmt: the number of a byte of b:a, modulo 8, from the selector and the byte's place.
+# The modes of prmt: the number of a byte of b:a, modulo 8, from the selector and the byte's number.
 _PERMUTATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "f4e": lambda selector, place: selector + place,
-    "b4e": lambda selector, place: selector + np.uint64(8) - place,
-    "rc8": lambda selector, place: selector,
+    "f4e": lambda selector, number: selector + number,
+    "b4e": lambda selector, number: selector + np.uint64(8) - number,
+    "rc8": lambda selector, number: selector,
     "ecl": np.maximum,
     "ecr": np.minimum,
-    "rc16": lambda selector, place: (
-        (selector & np.uint64(1)) * np.uint64(2) + (place & np.uint64(1))
+    "rc16": lambda selector, number: (
+        (selector & np.uint64(1)) * np.uint64(2) + (number & np.uint64(1))
     ),
 }
 
@@ -236,18 +236,18 @@ def dot(a: Any, b: Any, c: Any, a_type: Any, b_type: Any, first: int) -> Any:
 
 
 def find_nth(mask: Any, base: Any, offset: Any) -> Any:
-    """fns: the place of the ``offset``-th set bit from ``base`` on, downwards if it is negative.
+    """fns: the position of the ``offset``-th set bit from ``base`` on, downwards if it is negative.
 
     An offset of 0 is for bit ``base`` itself. The result is 0xffffffff if there is no such bit.
     """
     mask, base, offset = (np.asarray(v).astype(np.int64)[..., None] for v in (mask, base, offset))
-    place = np.arange(32)
-    distance = (place - base) * np.where(offset < 0, -1, 1)
-    bits = (mask >> place & 1 != 0) & (distance >= 0)
+    positions = np.arange(32)
+    distance = (positions - base) * np.where(offset < 0, -1, 1)
+    bits = (mask >> positions & 1 != 0) & (distance >= 0)
     # The number of bits up to each, in the direction of the search.
     upto = (bits[..., None, :] & (distance[..., None, :] <= distance[..., None])).sum(axis=-1)
-    found = bits & np.where(offset == 0, distance == 0, upto == np.abs(offset))
-    return np.where(found.any(axis=-1), found.argmax(axis=-1), 0xFFFFFFFF).astype(np.uint32)
+    nth_bit = bits & np.where(offset == 0, distance == 0, upto == np.abs(offset))
+    return np.where(nth_bit.any(axis=-1), nth_bit.argmax(axis=-1), 0xFFFFFFFF).astype(np.uint32)
 
 
 _SIGNS = {"add": "+", "sub": "-"}

@@ -37,190 +37,195 @@ _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
 def _changing(
-    here: Execution, view: Array, where: Array, value: Any, races: SharedRaces | None
+    execution: Execution, view: Array, offsets: Array, value: Any, races: SharedRaces | None
 ) -> Array:
     """The lanes (n, 32) of a store that change memory; one of those that write the same value.
 
     What ``races`` has not seen written changes, whatever it holds.
     """
-    chosen, size = here.active, view.itemsize
-    place, given = where[chosen] >> SHIFT[size], here.spread(value)[chosen]
-    _, first, which = np.unique(place, return_index=True, return_inverse=True)
-    again = given == given[first][which]
+    chosen, size = execution.active, view.itemsize
+    elements, values = offsets[chosen] >> SHIFT[size], execution.spread(value)[chosen]
+    _, first, which = np.unique(elements, return_index=True, return_inverse=True)
+    again = values == values[first][which]
     again[first] = False
     changes = np.zeros(chosen.shape, bool)
-    other = view.take(place) != given
+    other = view.take(elements) != values
     if races is not None:
-        other |= races.never_written(where[chosen], size)
+        other |= races.never_written(offsets[chosen], size)
     changes[chosen] = ~again & other
     return changes
 
 
 def _seen_by(
-    here: Execution, view: Array, where: Array, value: Any, races: SharedRaces | None
+    execution: Execution, view: Array, offsets: Array, value: Any, races: SharedRaces | None
 ) -> Execution:
     """A store, at offsets in ``view`` (n, 32), as the checkers of races see it."""
-    if "same_value" in here.machine.config.allow:
-        return here._replace(lanes=_changing(here, view, where, value, races))
-    return here
+    if "same_value" in execution.machine.config.allow:
+        return execution._replace(lanes=_changing(execution, view, offsets, value, races))
+    return execution
 
 
 # ---- shared memory
 
 
-def _place(here: Execution, address: Any, size: int, anywhere: bool) -> Array:
+def _shared_offsets(execution: Execution, address: Any, size: int, anywhere: bool) -> Array:
     """Checked offsets into `Wave.shared`; ``anywhere`` in the cluster, or in the warp's block."""
-    m = here.machine
+    machine = execution.machine
     if anywhere and remote(address):
-        blocks, offset = resolved(here, address, size)
-        return blocks * m.shared_pitch + offset
-    check_window(here, address, size, m.shared_size, "shared")
-    if m.recorder is not None:
-        m.recorder.shared_access(here, address, size)
-    return address + m.shared_base(here.cohort)  # type: ignore[no-any-return]
+        blocks, offset = resolved(execution, address, size)
+        return blocks * machine.shared_pitch + offset
+    check_window(execution, address, size, machine.shared_size, "shared")
+    if machine.recorder is not None:
+        machine.recorder.shared_access(execution, address, size)
+    return address + machine.shared_base(execution.cohort)  # type: ignore[no-any-return]
 
 
-def load_shared(here: Execution, address: Any, size: int, anywhere: bool = False) -> Array:
+def load_shared(execution: Execution, address: Any, size: int, anywhere: bool = False) -> Array:
     """Reads ``size`` bytes per lane from shared memory."""
-    m = here.machine
-    where = _place(here, address, size, anywhere)
-    if m.shared_races:
-        m.shared_races.read(here, where, size)
-    index = where >> SHIFT[size]
-    if here.lanes is None:
-        m.counters.shared_read_bytes += 32 * here.cohort.n * size
-        return m.shared.view[size].take(index)
-    chosen = here.chosen(index)
-    m.counters.shared_read_bytes += len(chosen) * size
-    return here.filled(m.shared.view[size].take(chosen))
+    machine = execution.machine
+    offsets = _shared_offsets(execution, address, size, anywhere)
+    if machine.shared_races:
+        machine.shared_races.read(execution, offsets, size)
+    index = offsets >> SHIFT[size]
+    if execution.lanes is None:
+        machine.counters.shared_read_bytes += 32 * execution.cohort.n * size
+        return machine.shared.view[size].take(index)
+    chosen = execution.chosen(index)
+    machine.counters.shared_read_bytes += len(chosen) * size
+    return execution.filled(machine.shared.view[size].take(chosen))
 
 
 def store_shared(
-    here: Execution, address: Any, value: Any, size: int, anywhere: bool = False
+    execution: Execution, address: Any, value: Any, size: int, anywhere: bool = False
 ) -> None:
     """Writes ``size`` bytes per lane to shared memory."""
-    m, view = here.machine, here.machine.shared.view[size]
-    where = here.spread(_place(here, address, size, anywhere))
-    if m.shared_races:
-        m.stored = Stored(here, view, where, value)
-        seen = _seen_by(here, view, where, value, m.shared_races)
-        m.shared_races.write(seen, where, size)
-        m.stored = None
-    index = here.chosen(where >> SHIFT[size])
-    m.counters.shared_write_bytes += index.size * size
-    view[index] = here.chosen(value)
+    machine, view = execution.machine, execution.machine.shared.view[size]
+    offsets = execution.spread(_shared_offsets(execution, address, size, anywhere))
+    if machine.shared_races:
+        machine.stored = Stored(execution, view, offsets, value)
+        seen = _seen_by(execution, view, offsets, value, machine.shared_races)
+        machine.shared_races.write(seen, offsets, size)
+        machine.stored = None
+    index = execution.chosen(offsets >> SHIFT[size])
+    machine.counters.shared_write_bytes += index.size * size
+    view[index] = execution.chosen(value)
 
 
-def load_cluster(here: Execution, address: Any, size: int) -> Array:
+def load_cluster(execution: Execution, address: Any, size: int) -> Array:
     """Reads shared memory of any block of the cluster."""
-    return load_shared(here, address, size, True)
+    return load_shared(execution, address, size, True)
 
 
-def store_cluster(here: Execution, address: Any, value: Any, size: int) -> None:
+def store_cluster(execution: Execution, address: Any, value: Any, size: int) -> None:
     """Writes shared memory of any block of the cluster."""
-    store_shared(here, address, value, size, True)
+    store_shared(execution, address, value, size, True)
 
 
-def store_async(here: Execution, address: Any, barrier: Any, values: Any, size: int) -> None:
+def store_async(execution: Execution, address: Any, barrier: Any, values: Any, size: int) -> None:
     """st.async: a store to shared memory of the cluster that an mbarrier of its block counts."""
-    store_cluster(here, address, values, size)
-    here.machine.mbarriers.complete_store(here, address, barrier, size)
+    store_cluster(execution, address, values, size)
+    execution.machine.mbarriers.complete_store(execution, address, barrier, size)
 
 
 # ---- local memory
 
 
-def _local_index(here: Execution, address: Any, size: int) -> Array:
-    m, rows = here.machine, here.cohort.rows
-    check_window(here, address, size, m.program.local_bytes, "local")
-    index: Array = (rows[:, None] * 32 + LANES) * m.program.local_bytes + address
+def _local_index(execution: Execution, address: Any, size: int) -> Array:
+    machine, rows = execution.machine, execution.cohort.rows
+    check_window(execution, address, size, machine.program.local_bytes, "local")
+    index: Array = (rows[:, None] * 32 + LANES) * machine.program.local_bytes + address
     return index >> SHIFT[size]
 
 
-def load_local(here: Execution, address: Any, size: int) -> Array:
+def load_local(execution: Execution, address: Any, size: int) -> Array:
     """Reads ``size`` bytes per lane from local memory."""
-    index = _local_index(here, address, size)
-    here.machine.counters.local_bytes += 32 * here.cohort.n * size
-    if here.lanes is not None:
-        index = np.where(here.spread(here.lanes), index, 0)
-    return here.machine.local.view[size].take(index)
+    index = _local_index(execution, address, size)
+    execution.machine.counters.local_bytes += 32 * execution.cohort.n * size
+    if execution.lanes is not None:
+        index = np.where(execution.spread(execution.lanes), index, 0)
+    return execution.machine.local.view[size].take(index)
 
 
-def written_local(here: Execution, address: Any, size: int, parts: int) -> list[Array]:
+def written_local(execution: Execution, address: Any, size: int, parts: int) -> list[Array]:
     """Whether each lane has written each of the parts (n, 32) of an access to local memory."""
-    m, each = here.machine, size // parts
-    assert m.local_written is not None
-    index = _local_index(here, address, size)
-    marks = m.local_written.view[each].reshape(-1, parts)
-    written = marks.take(np.where(here.active, index, 0), axis=0) == _WRITTEN[each]
-    written |= ~here.active[..., None]
+    machine, element_bytes = execution.machine, size // parts
+    assert machine.local_written is not None
+    index = _local_index(execution, address, size)
+    marks = machine.local_written.view[element_bytes].reshape(-1, parts)
+    written = marks.take(np.where(execution.active, index, 0), axis=0) == _WRITTEN[element_bytes]
+    written |= ~execution.active[..., None]
     if not written.all():
-        offset = here.spread(address) + each * np.argmin(written, axis=2)
-        m.unwritten[here.pc] = UnwrittenLocal(here.cohort.rows, ~written.all(axis=2), offset, each)
+        offset = execution.spread(address) + element_bytes * np.argmin(written, axis=2)
+        machine.unwritten[execution.pc] = UnwrittenLocal(
+            execution.cohort.rows, ~written.all(axis=2), offset, element_bytes
+        )
     return [written[..., part] for part in range(parts)]
 
 
-def store_local(here: Execution, address: Any, value: Any, size: int, written: Any = None) -> None:
+def store_local(
+    execution: Execution, address: Any, value: Any, size: int, written: Any = None
+) -> None:
     """Stores an element of each thread. ``written`` is false where the register was never written;
     None stands for all lanes."""
-    m, index = here.machine, here.chosen(_local_index(here, address, size))
-    m.counters.local_bytes += 32 * here.cohort.n * size
-    m.local.view[size][index] = here.chosen(value)
-    if m.local_written is not None:
+    machine, index = execution.machine, execution.chosen(_local_index(execution, address, size))
+    machine.counters.local_bytes += 32 * execution.cohort.n * size
+    machine.local.view[size][index] = execution.chosen(value)
+    if machine.local_written is not None:
         marks = _WRITTEN[size]
         if written is not None:
-            marks = here.chosen(np.where(written, marks, np.zeros_like(marks)))
-        m.local_written.view[size][index] = marks
+            marks = execution.chosen(np.where(written, marks, np.zeros_like(marks)))
+        machine.local_written.view[size][index] = marks
 
 
 # ---- global memory
 
 
-def load_global(here: Execution, address: Any, size: int, noted: bool = True) -> Array:
+def load_global(execution: Execution, address: Any, size: int, noted: bool = True) -> Array:
     """Reads ``size`` bytes per lane from global memory; see `GlobalRaces.read`."""
-    m, offset = here.machine, locate(here, address, size, False)
-    count = 32 * here.cohort.n if here.lanes is None else len(offset)
-    m.counters.global_read_bytes += size * count
-    m.counters.global_read_sectors += count_sectors(here, offset)
-    if m.recorder is not None:
-        m.recorder.global_access(here, offset, size, READ)
-    if m.global_races:
-        m.global_races.read(here, offset, size, noted)
-    return here.filled(m.memory.flat.view[size].take(offset >> SHIFT[size]))
+    machine, offset = execution.machine, locate(execution, address, size, False)
+    count = 32 * execution.cohort.n if execution.lanes is None else len(offset)
+    machine.counters.global_read_bytes += size * count
+    machine.counters.global_read_sectors += count_sectors(execution, offset)
+    if machine.recorder is not None:
+        machine.recorder.global_access(execution, offset, size, READ)
+    if machine.global_races:
+        machine.global_races.read(execution, offset, size, noted)
+    return execution.filled(machine.memory.flat.view[size].take(offset >> SHIFT[size]))
 
 
-def store_global(here: Execution, address: Any, value: Any, size: int) -> None:
+def store_global(execution: Execution, address: Any, value: Any, size: int) -> None:
     """Writes ``size`` bytes per lane to global memory."""
-    if here.lanes is None:
-        address = here.spread(address)
-    m, offset = here.machine, locate(here, address, size, True)
-    view = m.memory.flat.view[size]
-    m.counters.global_write_bytes += offset.size * size
-    m.counters.global_write_sectors += count_sectors(here, offset)
-    if m.recorder is not None:
-        m.recorder.global_access(here, offset, size, WRITE)
-    if m.global_races:
-        full = offset if here.lanes is None else here.spread(address) - m.memory.base
-        seen = _seen_by(here, view, full, value, None)
-        m.stored = Stored(here, view, full, value)
-        m.global_races.write(seen, offset if seen is here else full[seen.lanes], size)
-        m.stored = None
-    view[offset >> SHIFT[size]] = here.chosen(value)
+    if execution.lanes is None:
+        address = execution.spread(address)
+    machine, offset = execution.machine, locate(execution, address, size, True)
+    view = machine.memory.flat.view[size]
+    machine.counters.global_write_bytes += offset.size * size
+    machine.counters.global_write_sectors += count_sectors(execution, offset)
+    if machine.recorder is not None:
+        machine.recorder.global_access(execution, offset, size, WRITE)
+    if machine.global_races:
+        base = machine.memory.base
+        full = offset if execution.lanes is None else execution.spread(address) - base
+        seen = _seen_by(execution, view, full, value, None)
+        machine.stored = Stored(execution, view, full, value)
+        machine.global_races.write(seen, offset if seen is execution else full[seen.lanes], size)
+        machine.stored = None
+    view[offset >> SHIFT[size]] = execution.chosen(value)
 
 
 # ---- parameters and generic addresses
 
 
-def load_parameter(here: Execution, address: Any, size: int) -> Array:
+def load_parameter(execution: Execution, address: Any, size: int) -> Array:
     """Reads the kernel's parameters; a constant address gives a uniform value."""
-    m = here.machine
-    check_window(here, address, size, m.program.param_bytes, "parameter")
-    if here.lanes is not None:
-        address = np.where(here.spread(here.lanes), address, 0)
+    machine = execution.machine
+    check_window(execution, address, size, machine.program.param_bytes, "parameter")
+    if execution.lanes is not None:
+        address = np.where(execution.spread(execution.lanes), address, 0)
     if address.ndim == 0:
-        at = int(address)
-        return m.parameters[at : at + size].view(ELEMENT[size])[0]  # type: ignore[no-any-return]
-    padded = m.parameters[: len(m.parameters) // size * size]
+        start = int(address)
+        return machine.parameters[start : start + size].view(ELEMENT[size])[0]  # type: ignore[no-any-return]
+    padded = machine.parameters[: len(machine.parameters) // size * size]
     return padded.view(ELEMENT[size]).take(address >> SHIFT[size])  # type: ignore[no-any-return]
 
 
@@ -231,18 +236,18 @@ def spaces(address: Any) -> Array:
     return np.asarray(sum(within))
 
 
-def store_parameter(here: Execution, address: Any, value: Any, size: int) -> None:
+def store_parameter(execution: Execution, address: Any, value: Any, size: int) -> None:
     """Fails: the parameters of a kernel are constant."""
     what = f"{size}-byte store to the parameters of the kernel, which are constant"
-    numbers = f"parameter offset {int(here.spread(address).flat[0])}"
+    numbers = f"parameter offset {int(execution.spread(address).flat[0])}"
     way_out = "copy the parameter to a variable and change that"
-    here.machine.fail(OutOfBounds, what, here.first(), numbers, way_out)
+    execution.machine.fail(OutOfBounds, what, execution.first(), numbers, way_out)
 
 
 _STORES = (store_global, store_cluster, store_local, store_parameter)
 
 
-def by_space(here: Execution, address: Any) -> list[tuple[int, Any, Execution]]:
+def by_space(execution: Execution, address: Any) -> list[tuple[int, Any, Execution]]:
     """Splits an access to generic addresses by space.
 
     Returns:
@@ -250,50 +255,50 @@ def by_space(here: Execution, address: Any) -> list[tuple[int, Any, Execution]]:
         this space, and the execution by its lanes.
     """
     kinds = spaces(address)
-    present = np.unique(kinds if here.lanes is None else here.chosen(kinds)).tolist()
+    present = np.unique(kinds if execution.lanes is None else execution.chosen(kinds)).tolist()
     if len(present) == 1:
-        return [(present[0], address - _BASES[present[0]], here)]
-    found = []
+        return [(present[0], address - _BASES[present[0]], execution)]
+    split = []
     for kind in present:
-        part = here._replace(lanes=here.spread(kinds == kind) & here.active)
-        found.append((kind, here.spread(address - _BASES[kind]), part))
-    return found
+        part = execution._replace(lanes=execution.spread(kinds == kind) & execution.active)
+        split.append((kind, execution.spread(address - _BASES[kind]), part))
+    return split
 
 
-def load_generic(here: Execution, address: Any, size: int) -> Array:
+def load_generic(execution: Execution, address: Any, size: int) -> Array:
     """Reads ``size`` bytes per lane from the space of each address."""
-    parts = by_space(here, address)
+    parts = by_space(execution, address)
     loads = (load_global, load_cluster, load_local, load_parameter)
-    found = [loads[kind](part, at, size) for kind, at, part in parts]
-    if len(found) == 1:
-        return found[0]
-    out = np.zeros((here.cohort.n, 32), ELEMENT[size])
-    for (_, _, part), got in zip(parts, found, strict=True):
+    loaded = [loads[kind](part, offset, size) for kind, offset, part in parts]
+    if len(loaded) == 1:
+        return loaded[0]
+    out = np.zeros((execution.cohort.n, 32), ELEMENT[size])
+    for (_, _, part), got in zip(parts, loaded, strict=True):
         out[part.lanes] = got[part.lanes]
     return out
 
 
-def written_generic(here: Execution, address: Any, size: int, parts: int) -> list[Array]:
+def written_generic(execution: Execution, address: Any, size: int, parts: int) -> list[Array]:
     """As `written_local`; memory of other spaces counts as written, or is checked there."""
-    written = [np.ones((here.cohort.n, 32), bool) for _ in range(parts)]
-    for kind, at, part in by_space(here, address):
+    written = [np.ones((execution.cohort.n, 32), bool) for _ in range(parts)]
+    for kind, offset, part in by_space(execution, address):
         if _STORES[kind] is store_local:
-            here_written = written_local(part, at, size, parts)
-            written = [a & b for a, b in zip(written, here_written, strict=True)]
+            part_written = written_local(part, offset, size, parts)
+            written = [a & b for a, b in zip(written, part_written, strict=True)]
     return written
 
 
 def store_generic(
-    here: Execution, address: Any, value: Any, size: int, written: Any = None
+    execution: Execution, address: Any, value: Any, size: int, written: Any = None
 ) -> None:
     """Stores to the space of each address; ``written`` as in `store_local`."""
-    for kind, at, part in by_space(here, address):
+    for kind, offset, part in by_space(execution, address):
         if _STORES[kind] is store_local:
-            store_local(part, at, value, size, written)
+            store_local(part, offset, value, size, written)
             continue
         if written is not None:
-            here.machine.require_defined(part, written)
-        _STORES[kind](part, at, value, size)
+            execution.machine.require_defined(part, written)
+        _STORES[kind](part, offset, value, size)
 
 
 SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "const")
@@ -411,15 +416,15 @@ def emit_load(g: Generator, ins: Instruction) -> None:
     items = vector_of(g, ins.operands[0])
     size = TYPE_BYTES[kind] * len(items)
     g.refuse_if(size > 16 or kind == "pred", "an access wider than 16 bytes")
-    where = address(g, memory, space)
+    address_text = address(g, memory, space)
     function = "parameter" if space == "param" else FUNCTION[space]
     named = isinstance(memory, Mem) and isinstance(memory.base, Sym)
     # A parameter at a constant address is the same in all lanes, active or not.
-    here = g.here("None" if space == "param" and named else "")
-    value = g.let(f"load_{function}({here}, {where}, {size})")
+    execution = g.checked_execution("None" if space == "param" and named else "")
+    value = g.let(f"load_{function}({execution}, {address_text}, {size})")
     written = ""
     if g.check and g.program.local_bytes and may_read_local(ins):
-        written = g.let(f"written_{function}({here}, {where}, {size}, {len(items)})")
+        written = g.let(f"written_{function}({execution}, {address_text}, {size}, {len(items)})")
     unpack(g, value, items, kind, written)
 
 
@@ -432,9 +437,9 @@ def unpack(
         values = f"{value}.view({dtype})"
     else:
         values = g.let(f"{value}.reshape({value}.shape + (1,)).view({dtype})") + "[..., {}]"
-    for place, item in enumerate(items):
-        g.defined = [f"{written}[{place}]"] if written else []
-        g.write(item, values.format(place), dtype)
+    for number, item in enumerate(items):
+        g.defined = [f"{written}[{number}]"] if written else []
+        g.write(item, values.format(number), dtype)
     g.defined = []
 
 
@@ -463,9 +468,9 @@ def emit_store_async(g: Generator, ins: Instruction) -> None:
     items = vector_of(g, ins.operands[1])
     size = TYPE_BYTES[kind] * len(items)
     g.refuse_if(size > 16, "more than 16 bytes")
-    where, barrier = (address(g, o, "shared") for o in (ins.operands[0], ins.operands[2]))
+    address_text, barrier = (address(g, o, "shared") for o in (ins.operands[0], ins.operands[2]))
     value = joined(g, items, DTYPE[kind], _unsigned(size))
-    g.emit(f"store_async({g.here()}, {where}, {barrier}, {value}, {size})")
+    g.emit(f"store_async({g.checked_execution()}, {address_text}, {barrier}, {value}, {size})")
 
 
 @instruction(
@@ -485,22 +490,22 @@ def emit_store(g: Generator, ins: Instruction) -> None:
     items = vector_of(g, ins.operands[1])
     size = TYPE_BYTES[kind] * len(items)
     g.refuse_if(size > 16 or space in ("param", "const"), "an access of this width or space")
-    where = address(g, ins.operands[0], space)
+    address_text = address(g, ins.operands[0], space)
     maybe_undefined = g.check and not g.program.tracked.keys().isdisjoint(
         register for item in items for register in registers_in(item)
     )
     if space == "local" or (space == "" and maybe_undefined):
-        emit_store_each(g, FUNCTION[space], where, items, kind)
+        emit_store_each(g, FUNCTION[space], address_text, items, kind)
         return
     if len(items) > 1:
         value = joined(g, items, DTYPE[kind], _unsigned(size))
     else:
         value = _bits(g, items[0], kind)
-    g.emit(f"store_{FUNCTION[space]}({g.here()}, {where}, {value}, {size})")
+    g.emit(f"store_{FUNCTION[space]}({g.checked_execution()}, {address_text}, {value}, {size})")
 
 
 def emit_store_each(
-    g: Generator, space: str, where: str, items: tuple[Operand, ...], kind: str
+    g: Generator, space: str, address_text: str, items: tuple[Operand, ...], kind: str
 ) -> None:
     """A store to what may be local memory ("local" or "generic"), of each element by itself.
 
@@ -508,15 +513,16 @@ def emit_store_each(
     nothing has written becomes one that nothing has written, and is an error where it is read.
     """
     size = TYPE_BYTES[kind]
-    here = g.here()  # the address is defined
+    execution = g.checked_execution()  # the address is defined
     if len(items) > 1:
-        g.emit(f"check_aligned({here}, np.asarray({where}), {size * len(items)}, {space!r})")
-    for place, item in enumerate(items):
+        arguments = f"np.asarray({address_text}), {size * len(items)}, {space!r}"
+        g.emit(f"check_aligned({execution}, {arguments})")
+    for number, item in enumerate(items):
         value = _bits(g, item, kind)
         written = " & ".join(sorted(set(g.defined))) or "None"
         g.defined = []
-        at = f"{where} + {place * size}" if place else where
-        g.emit(f"store_{space}({g.here()}, {at}, {value}, {size}, {written})")
+        element = f"{address_text} + {number * size}" if number else address_text
+        g.emit(f"store_{space}({g.checked_execution()}, {element}, {value}, {size}, {written})")
 
 
 def joined(g: Generator, items: tuple[Operand, ...], part: str, whole: str) -> str:
@@ -538,9 +544,9 @@ def emit_move(g: Generator, ins: Instruction) -> None:
         write_parts(g, f"parts_of({g.read(source, dtype)}, u{part})", to.items, f"u{part}")
         return
     if isinstance(to, Reg) and isinstance(source, Reg):
-        held, held_source = (g.program.dtype[r.index] for r in (to, source))
-        if held == held_source:
-            dtype = held
+        register_dtype, source_dtype = (g.program.dtype[r.index] for r in (to, source))
+        if register_dtype == source_dtype:
+            dtype = register_dtype
     g.write(to, g.read(source, dtype), dtype)
 
 
@@ -566,7 +572,7 @@ def emit_is_space(g: Generator, ins: Instruction) -> None:
     if kind == 0:  # constants are in the memory of the module's variables
         variables = [v for v in g.program.variables.values() if v.space == "const"]
         starts = [(g.program.constants[v.name], v.size) for v in variables]
-        within = [f"(({value} >= {at}) & ({value} < {at + size}))" for at, size in starts]
+        within = [f"(({value} >= {start}) & ({value} < {start + size}))" for start, size in starts]
         constant = "(" + " | ".join(within or [f"({value} != {value})"]) + ")"
         text += f" & {'' if word == 'const' else '~'}{constant}"
     elif word in ("shared", "shared::cta"):

@@ -114,8 +114,8 @@ def accumulator_chunks(registers: Any, n: int, m_tiles: int, n_tiles: int) -> Ar
     if all(register.ndim == 0 and register == 0 for register in registers):
         return None
     out = scratch("c", (n, m_tiles, 2, 8, n_tiles, 2), CHUNK)
-    places = np.ndindex(m_tiles, n_tiles, 2, 2)
-    for register, (m, tile, half, parity) in zip(registers, places, strict=True):
+    indices = np.ndindex(m_tiles, n_tiles, 2, 2)
+    for register, (m, tile, half, parity) in zip(registers, indices, strict=True):
         out[:, m, half, :, tile, parity] = register_chunks(register, n)
     return out.reshape(n, 16 * m_tiles, 2 * n_tiles).view(np.float32)
 
@@ -159,9 +159,9 @@ def multiply_matrices(
 def add_single(product: Array, start: Any) -> list[Array]:
     """Accumulators of float32, a register per slice of ``product``; ``start`` None is zero."""
     out = list(product)
-    for place, old in enumerate(start or ()):
+    for index, old in enumerate(start or ()):
         if old.ndim or old != 0:
-            out[place] += old
+            out[index] += old
     return out
 
 
@@ -181,7 +181,14 @@ def join_halves(registers: list[Array]) -> list[Array]:
 
 
 def mma_group(
-    m: Wave, cohort: Cohort, form: Form, tiles: Tiles, a: Any, b: Any, c: Any, half: bool = False
+    machine: Wave,
+    cohort: Cohort,
+    form: Form,
+    tiles: Tiles,
+    a: Any,
+    b: Any,
+    c: Any,
+    half: bool = False,
 ) -> list[Array]:
     """D = A B + C for a grid of tiles; ``c`` is ordered by (m, n, register).
 
@@ -189,7 +196,7 @@ def mma_group(
     """
     kind_a, kind_b, k = form
     n, start = cohort.n, split_halves(c, cohort.n) if half else c
-    model = model_for(m, "mma", kind_a, k, half)
+    model = model_for(machine, "mma", kind_a, k, half)
     product = multiply_matrices(n, (kind_a, kind_b), tiles, a, b, model, start).reshape(-1, n, 32)
     registers = list(product) if model else add_single(product, start)
     return join_halves(registers) if half else registers
@@ -200,8 +207,8 @@ def add_integers(product: Array, start: Any, saturates: bool) -> list[Array]:
     limits = np.iinfo(np.int32)
     totals = product.astype(np.int64)
     out = []
-    for place, total in enumerate(totals):
-        total = total + start[place] if len(start) else total
+    for index, total in enumerate(totals):
+        total = total + start[index] if len(start) else total
         total = np.clip(total, limits.min, limits.max) if saturates else total
         out.append(total.astype(np.int32))
     return out
@@ -227,7 +234,7 @@ def bytes_of_integers(register: Any, kind: str, signs: bool) -> list[Any]:
     elif signs:
         values = np.uint8(1) - np.uint8(2) * values
     wide = values.view(np.uint32)
-    return [wide[..., place] for place in range(wide.shape[-1])]
+    return [wide[..., index] for index in range(wide.shape[-1])]
 
 
 def mma_integer(
@@ -255,44 +262,44 @@ def mma_integer(
     return add_integers(sums[: len(c)], c, saturates)
 
 
-def load_matrix(here: Execution, address: Any, count: int, transposed: bool) -> Array:
+def load_matrix(execution: Execution, address: Any, count: int, transposed: bool) -> Array:
     """ldmatrix: registers (n, count, 32) from rows of 16 bytes at the addresses of the lanes."""
-    machine, n = here.machine, here.cohort.n
-    where = _matrix_rows(here, address, count)
+    machine, n = execution.machine, execution.cohort.n
+    offsets = _matrix_rows(execution, address, count)
     machine.counters.shared_read_bytes += n * count * 128
     if machine.shared_races:
-        machine.shared_races.read(here._replace(lanes=None), where, 16)
-    data = machine.shared.view[16].take(where >> 4).view(np.uint32).reshape(n, count, 32)
+        machine.shared_races.read(execution._replace(lanes=None), offsets, 16)
+    data = machine.shared.view[16].take(offsets >> 4).view(np.uint32).reshape(n, count, 32)
     return _transposed(data) if transposed else data
 
 
-def store_matrix(here: Execution, address: Any, values: Any, transposed: bool) -> None:
+def store_matrix(execution: Execution, address: Any, values: Any, transposed: bool) -> None:
     """stmatrix: registers of 8 x 8 matrices to rows of 16 bytes at the addresses of the lanes."""
-    machine, n, count = here.machine, here.cohort.n, len(values)
-    where = _matrix_rows(here, address, count)
+    machine, n, count = execution.machine, execution.cohort.n, len(values)
+    offsets = _matrix_rows(execution, address, count)
     machine.counters.shared_write_bytes += n * count * 128
     if machine.shared_races:
-        machine.shared_races.write(here._replace(lanes=None), where, 16)
+        machine.shared_races.write(execution._replace(lanes=None), offsets, 16)
     data = np.stack([spread(value, n) for value in values], axis=1)
     if transposed:
         data = _transposed(data)
-    machine.shared.view[16][where >> 4] = data.reshape(n, -1).view(CHUNK)
+    machine.shared.view[16][offsets >> 4] = data.reshape(n, -1).view(CHUNK)
 
 
-def _matrix_rows(here: Execution, address: Any, count: int) -> Array:
+def _matrix_rows(execution: Execution, address: Any, count: int) -> Array:
     """Where in the wave's shared memory the rows of ``count`` matrices lie, in bytes (n, rows)."""
-    machine = here.machine
-    rows = here.spread(address)[:, : 8 * count]
-    if here.lanes is not None:
-        rows = np.where(here.active[:, : 8 * count], rows, 0)
+    machine = execution.machine
+    rows = execution.spread(address)[:, : 8 * count]
+    if execution.lanes is not None:
+        rows = np.where(execution.active[:, : 8 * count], rows, 0)
     both = int(np.bitwise_or.reduce(rows, axis=None))
     if not 0 <= both <= machine.shared_size - 16 or both & 15:
         padded = np.zeros((len(rows), 32), np.int64)
         padded[:, : rows.shape[1]] = rows
-        check_window(here._replace(lanes=None), padded, 16, machine.shared_size, "shared")
+        check_window(execution._replace(lanes=None), padded, 16, machine.shared_size, "shared")
     if machine.recorder is not None:
-        machine.recorder.matrices(rows, here.pc)
-    return rows + machine.shared_base(here.cohort)
+        machine.recorder.matrices(rows, execution.pc)
+    return rows + machine.shared_base(execution.cohort)
 
 
 def _transposed(matrices: Array) -> Array:
@@ -346,7 +353,7 @@ def emit_multiply(g: Generator, ins: Instruction) -> None:
     form = (a_type, b_type, 16 * depth // _SIZE[a_type])
     g.refuse_if(d_type not in SUMS[a_type], "this accumulator")
     count = 2 if d_type == "f16" else 4
-    to, start = (fragment_items(g, ins.operands[place], count) for place in (0, 3))
+    to, start = (fragment_items(g, ins.operands[index], count) for index in (0, 3))
     if d_type == "f32":
         _defer(g, form, depth, a, b, to, start)
         return
@@ -377,7 +384,7 @@ def emit_integers(g: Generator, ins: Instruction, shape: str, saturates: bool) -
     halves, depth = shapes[shape]
     a, b = _operands(g, ins.operands[1], halves * depth), _operands(g, ins.operands[2], depth)
     a += [g.literal(0, "u4")] * (2 - halves)
-    to, start = (fragment_items(g, ins.operands[place], 2 * halves) for place in (0, 3))
+    to, start = (fragment_items(g, ins.operands[index], 2 * halves) for index in (0, 3))
     c = [g.read(o, "i4") for o in start]
     g.require_defined()
     args = f"{kinds}, {tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
@@ -452,8 +459,8 @@ def _matrices(g: Generator) -> tuple[int, bool]:
 def emit_load_matrix(g: Generator, ins: Instruction) -> None:
     count, transposed = _matrices(g)
     items = fragment_items(g, ins.operands[0], count)
-    where = shared_address(g, ins.operands[1])
-    value = g.let(f"load_matrix({g.here()}, {where}, {count}, {transposed})")
+    address_text = shared_address(g, ins.operands[1])
+    value = g.let(f"load_matrix({g.checked_execution()}, {address_text}, {count}, {transposed})")
     g.write_items(items, value + "[:, {}]", "u4")
 
 
@@ -463,9 +470,11 @@ def emit_load_matrix(g: Generator, ins: Instruction) -> None:
 def emit_store_matrix(g: Generator, ins: Instruction) -> None:
     count, transposed = _matrices(g)
     items = fragment_items(g, ins.operands[1], count)
-    where = shared_address(g, ins.operands[0])
+    address_text = shared_address(g, ins.operands[0])
     values = [local_of(g, g.read(item, "u4")) for item in items]
-    g.emit(f"store_matrix({g.here()}, {where}, {tuple_of(values)}, {transposed})")
+    g.emit(
+        f"store_matrix({g.checked_execution()}, {address_text}, {tuple_of(values)}, {transposed})"
+    )
 
 
 @instruction("movmatrix", unit="exchange", width=Width.WHOLE_WARP)
@@ -494,7 +503,7 @@ def mma_double(cohort: Cohort, halves: int, a: Any, b: Any, c: Any) -> list[Arra
             for t in range(4):
                 total = fma64(x[:, :, t, None], y[:, None, :, t], total)
         parts = total.reshape(n, 32, 2)
-        out += [np.ascontiguousarray(parts[..., place]) for place in range(2)]
+        out += [np.ascontiguousarray(parts[..., index]) for index in range(2)]
     return out
 
 
@@ -503,8 +512,8 @@ def emit_double(g: Generator, ins: Instruction, shape: str) -> None:
     g.mods.left.clear()
     g.refuse_if(shape not in _DOUBLE, "this shape with these types")
     halves, depth = _DOUBLE[shape]
-    given = zip(ins.operands[1:], (halves * depth, depth, 2 * halves), strict=True)
-    groups = [fragment(g, operand, count, "f8") for operand, count in given]
+    counts = zip(ins.operands[1:], (halves * depth, depth, 2 * halves), strict=True)
+    groups = [fragment(g, operand, count, "f8") for operand, count in counts]
     to = fragment_items(g, ins.operands[0], 2 * halves)
     g.require_defined()
     g.write_items(to, g.let(f"mma_double(C, {halves}, {', '.join(groups)})") + "[{}]", "f8")

@@ -61,18 +61,18 @@ class PendingProducts:
         level_of_name: dict[str, int] = {}
         levels: list[int] = []
         for product in pending:
-            at = tail.pop(product.c, None)
-            joins = at is not None and not needed.intersection(product.c)
-            if joins and at is not None and chains[at][0].form == product.form:
-                chains[at].append(product)
+            index = tail.pop(product.c, None)
+            joins = index is not None and not needed.intersection(product.c)
+            if joins and index is not None and chains[index][0].form == product.form:
+                chains[index].append(product)
             else:
                 chains.append([product])
                 below = max((level_of_name.get(name, -1) for name in product.c), default=-1)
                 levels.append(1 + below)
-                at = len(chains) - 1
-            tail[product.d] = at
+                index = len(chains) - 1
+            tail[product.d] = index
             for name in product.d:
-                level_of_name[name] = levels[at]
+                level_of_name[name] = levels[index]
         groups: dict[tuple[int, Form, int], list[list[PendingProduct]]] = {}
         for chain, level in zip(chains, levels, strict=True):
             key = (level, chain[0].form, sum(p.depth for p in chain))

@@ -27,29 +27,29 @@ _BYTES = {"hh": 1, "h": 2, "": 4}  # of an integer; 8 with another length
 _SIGNED, _UNSIGNED, _FLOATS = "di", "uoxXc", "eEfFgG"
 
 
-def print_formatted(here: Execution, form: Any, arguments: Any) -> Array:
+def print_formatted(execution: Execution, form: Any, arguments: Any) -> Array:
     """Prints for each active lane; returns how many arguments each has printed."""
-    active, addresses = here.active, here.spread(form)
+    active, addresses = execution.active, execution.spread(form)
     counts = np.zeros(active.shape, np.int32)
     texts: dict[tuple[int, int], str] = {}
-    for at in np.unique(addresses[active]).tolist():
-        part = here._replace(lanes=active & (addresses == at))
-        text = _string(here.machine, part.first(), at)
+    for address in np.unique(addresses[active]).tolist():
+        part = execution._replace(lanes=active & (addresses == address))
+        text = _string(execution.machine, part.first(), address)
         if "%" in _FIELD.sub("", text):
             what = "the emulator does not support a conversion of this printf"
             way_out = "convert by d, i, o, u, x, X, c, s, e, E, f, F, g, G or p"
-            here.machine.fail(UnknownInstruction, what, part.first(), repr(text), way_out)
-        fields, values = list(_FIELD.finditer(text)), _Arguments(part, here.spread(arguments))
-        given = [values.of_field(field) for field in fields]
+            execution.machine.fail(UnknownInstruction, what, part.first(), repr(text), way_out)
+        fields, reader = list(_FIELD.finditer(text)), _Arguments(part, execution.spread(arguments))
+        values = [reader.take(field) for field in fields]
         for row, lane in np.argwhere(part.active).tolist():
             pieces, end = [], 0
-            for field, each in zip(fields, given, strict=True):
-                site = here.site(row, lane)
-                shown = _formatted(here.machine, site, field, [v[row, lane] for v in each])
+            for field, operands in zip(fields, values, strict=True):
+                site = execution.site(row, lane)
+                shown = _formatted(execution.machine, site, field, [v[row, lane] for v in operands])
                 pieces += [text[end : field.start()], shown]
                 end = field.end()
             texts[row, lane] = "".join(pieces) + text[end:]
-            counts[row, lane] = sum(map(len, given))
+            counts[row, lane] = sum(map(len, values))
     sys.stdout.write("".join(texts[site] for site in sorted(texts)))
     return counts
 
@@ -57,38 +57,38 @@ def print_formatted(here: Execution, form: Any, arguments: Any) -> Array:
 class _Arguments:
     """Reads the arguments of a format one after the other, for all lanes at once."""
 
-    def __init__(self, here: Execution, addresses: Array) -> None:
-        self.here, self.addresses, self.offset = here, addresses, 0
+    def __init__(self, execution: Execution, addresses: Array) -> None:
+        self.execution, self.addresses, self.offset = execution, addresses, 0
 
-    def of_field(self, field: re.Match[str]) -> list[Array]:
+    def take(self, field: re.Match[str]) -> list[Array]:
         """The arguments (n, 32) of a conversion: width and precision, and then the value."""
         _, width, precision, length, kind = field.groups()
-        found = [self._next("i4") for given in (width, precision) if given and given[-1] == "*"]
+        stars = [self._next("i4") for word in (width, precision) if word and word[-1] == "*"]
         if kind in _FLOATS:
-            return [*found, self._next("f8")]
+            return [*stars, self._next("f8")]
         if kind in "sp":
-            return [*found, self._next("i8" if kind == "s" else "u8")]
+            return [*stars, self._next("i8" if kind == "s" else "u8")]
         if kind == "%":
-            return found
+            return stars
         size = _BYTES.get(length, 8)
         value = self._next(("i" if kind in _SIGNED else "u") + str(max(4, size)))
-        return [*found, value if size > 2 else value.astype(f"{value.dtype.kind}{size}")]
+        return [*stars, value if size > 2 else value.astype(f"{value.dtype.kind}{size}")]
 
     def _next(self, dtype: str) -> Array:
         size = int(dtype[1:])
-        at = -(-self.offset // size) * size
-        self.offset = at + size
-        if self.here.machine.local_written is not None:
-            (written,) = written_generic(self.here, self.addresses + at, size, 1)
-            self.here.machine.require_defined(self.here, written)
-        value = load_generic(self.here, self.addresses + at, size)
-        return self.here.spread(value.view(dtype))
+        offset = -(-self.offset // size) * size
+        self.offset = offset + size
+        if self.execution.machine.local_written is not None:
+            (written,) = written_generic(self.execution, self.addresses + offset, size, 1)
+            self.execution.machine.require_defined(self.execution, written)
+        value = load_generic(self.execution, self.addresses + offset, size)
+        return self.execution.spread(value.view(dtype))
 
 
 def _formatted(machine: Wave, site: Site, field: re.Match[str], values: list[Any]) -> str:
-    """The text of a conversion, of C's rules by Python's."""
+    """The text of a conversion of C, made by Python's own."""
     flags, width, precision, _, kind = field.groups()
-    stars = [int(one) for one in values[:-1]] if kind != "%" else []
+    stars = [int(star) for star in values[:-1]] if kind != "%" else []
     width = str(stars.pop(0)) if width == "*" else width
     precision = f".{max(0, stars[0])}" if precision == ".*" else precision or ""
     if width.startswith("-"):
@@ -111,8 +111,8 @@ def _formatted(machine: Wave, site: Site, field: re.Match[str], values: list[Any
 def _string(machine: Wave, site: Site, address: int) -> str:
     """The text, up to a zero byte, at an address in global memory."""
     memory = machine.memory
-    place = memory.find(address)
-    end = int(memory.ends[place]) if place >= 0 else 0
+    allocation_index = memory.find(address)
+    end = int(memory.ends[allocation_index]) if allocation_index >= 0 else 0
     text = memory.flat.bytes[address - memory.base : max(end, address) - memory.base].tobytes()
     if b"\0" not in text:
         what = "printf of a text that is not in global memory, or has no end"
@@ -125,4 +125,4 @@ def _string(machine: Wave, site: Site, address: int) -> str:
 def emit_print(g: Generator, ins: Instruction) -> None:
     """A call of vprintf: see `ptx.flatten`."""
     form, arguments = (g.read(operand, "i8") for operand in ins.operands[1:])
-    g.write(ins.operands[0], f"print_formatted({g.here()}, {form}, {arguments})", "i4")
+    g.write(ins.operands[0], f"print_formatted({g.checked_execution()}, {form}, {arguments})", "i4")

@@ -55,9 +55,9 @@ class Segments:
     def __init__(self, program: PtxProgram) -> None:
         self.program = program
         self._hazards = WgmmaHazards(program)
-        self.at = functools.cache(self._at)
+        self.segment_at = functools.cache(self._segment_at)
 
-    def _at(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
+    def _segment_at(self, pc: int, masked: bool, check: bool, profile: bool = False) -> Segment:
         """The segment that starts at instruction ``pc``.
 
         Args:

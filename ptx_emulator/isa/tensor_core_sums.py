@@ -90,11 +90,11 @@ def model_of(arch: str, instruction: str, kind: str, k: int, half: bool) -> SumM
     capability = int(number[1]) if number else 80
     path = "sm_90" if capability >= 90 else "sm_80"
     small = kind in ("e4m3", "e5m2")
-    found = _BLOCKS.get((path, instruction), {}).get("fp8" if small else kind)
+    block_form = _BLOCKS.get((path, instruction), {}).get("fp8" if small else kind)
     # How the tensor cores of Blackwell add 8-bit floats is not published.
-    if found is None or capability < 80 or (small and capability >= 100):
+    if block_form is None or capability < 80 or (small and capability >= 100):
         return None
-    most, fraction = found
+    most, fraction = block_form
     apart = k if small and (path, instruction) == ("sm_90", "mma") else 0
     result = "f16" if half else "e8m13" if fraction == 13 else "f32"
     return SumModel(min(k, most), fraction, result, _FLOORS[path]["f16" if half else "f32"], apart)
@@ -117,9 +117,9 @@ def has_sums_of(gpu: str, target: str, instruction: str) -> bool:
     unit = "wgmma" if instruction.startswith("wgmma") else "mma"
     if unit == "mma" and kinds.pop() != into:
         return False
-    how = (unit, kinds[0] if kinds else "f16", int(form["k"]), into == "f16")
-    model = model_of(gpu, *how)
-    return model is not None and model == model_of(target, *how)
+    arguments = (unit, kinds[0] if kinds else "f16", int(form["k"]), into == "f16")
+    model = model_of(gpu, *arguments)
+    return model is not None and model == model_of(target, *arguments)
 
 
 def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) -> SumModel | None:
@@ -131,8 +131,8 @@ def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) ->
     if machine.config.sums == "rounded":
         return None
     program = machine.program
-    found = model_of(program.module.target, instruction, kind, k, half)
-    if found is None:
+    model = model_of(program.module.target, instruction, kind, k, half)
+    if model is None:
         raise UnknownInstruction(
             "how the tensor cores of this architecture add is not known to the emulator",
             where=f"kernel {program.name}",
@@ -140,7 +140,7 @@ def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) ->
             way_out='sums="rounded" adds in float64; known are sm_80 and later, without 8-bit '
             "floats from sm_100 on",
         )
-    return found
+    return model
 
 
 _SCRATCH = threading.local()
@@ -152,8 +152,8 @@ def scratch(role: str, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     buffers = vars(_SCRATCH)
     if role not in buffers or len(buffers[role]) < size:
         buffers[role] = np.empty(size, np.uint8)
-    found: npt.NDArray[Any] = buffers[role][:size].view(dtype).reshape(shape)
-    return found
+    array: npt.NDArray[Any] = buffers[role][:size].view(dtype).reshape(shape)
+    return array
 
 
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
@@ -358,12 +358,12 @@ class _Block:
         bits &= np.uint32(_field(0))
         exponent += self.base
         if c is not None:
-            of_c = np.bitwise_and(c.view(I4), np.int32(_EXPONENT), out=self.part)
-            np.maximum(exponent, of_c, out=exponent)
+            exponent_of_c = np.bitwise_and(c.view(I4), np.int32(_EXPONENT), out=self.part)
+            np.maximum(exponent, exponent_of_c, out=exponent)
         return exponent
 
     def _others(self, a: Array, b: Array, c: Array | None) -> tuple[Array, ...] | None:
-        """The places of the sums that `_exact_block` has to make; None if there are none.
+        """The indices of the sums that `_exact_block` has to make; None if there are none.
 
         Raises the exponents to the smallest that are right here.
         """
@@ -383,7 +383,7 @@ class _Block:
         return odd.nonzero() if odd.any() else None
 
     def _round(self, scale: Array) -> None:
-        """The totals times ``scale``, a power of two, rounded to the form of the result."""
+        """Multiplies the totals by ``scale``, a power of two, and rounds them as the result is."""
         if self.model.result == "f16":
             self.total *= scale
             self.result[...] = self.total.astype(np.float16)
@@ -394,10 +394,10 @@ class _Block:
         self.result *= scale
 
     def _replace(self, odd: tuple[Array, ...], a: Array, b: Array, start: Array | None) -> None:
-        where, row, column = odd
+        batch, row, column = odd
         c = np.zeros(len(row), F4) if start is None else start
-        given = a[where, row], b.swapaxes(1, 2)[where, column], c
-        self.result[odd] = _exact_block(self.model, self.smallest, *given)
+        terms = a[batch, row], b.swapaxes(1, 2)[batch, column], c
+        self.result[odd] = _exact_block(self.model, self.smallest, *terms)
 
 
 def _exact_block(model: SumModel, smallest: list[int], a: Array, b: Array, c: Array) -> Array:

@@ -24,8 +24,8 @@ def shuffle(cohort: Cohort, mode: str, value: Any, lane: Any, clamp: Any) -> tup
 
     ``clamp`` holds the segment mask in bits 8 to 12 and the highest (or lowest) lane in 0 to 4.
     """
-    source, found = source_lanes(mode, lane, clamp)
-    inside = found.reshape(-1, 32)
+    source, in_segment = source_lanes(mode, lane, clamp)
+    inside = in_segment.reshape(-1, 32)
     if value.ndim == 0 or value.shape[1] == 1:
         return value, inside
     if source.ndim == 2:
@@ -139,20 +139,20 @@ def emit_shuffle(g: Generator, ins: Instruction) -> None:
     to, inside = split_pair(ins.operands[0])
     dtype = raw_dtype(g, to, 4)
     value = g.read(ins.operands[1], dtype)
-    of_value, g.defined = g.defined, []
+    value_defined, g.defined = g.defined, []
     lane, clamp = (g.read(o, "u4") for o in ins.operands[2:4])
     way = f"C, {mode!r}"
     both = g.let(f"shuffle({way}, {value}, {lane}, {clamp})")
-    of_lane = g.defined
-    if of_value:  # the value of a lane is as defined as that of the lane it comes from
-        source = f"shuffle({way}, {' & '.join(sorted(set(of_value)))}, {lane}, {clamp})"
-        g.defined = [*of_lane, g.let(f"{source}[0]")]
+    lane_defined = g.defined
+    if value_defined:  # the value of a lane is as defined as that of the lane it comes from
+        source = f"shuffle({way}, {' & '.join(sorted(set(value_defined)))}, {lane}, {clamp})"
+        g.defined = [*lane_defined, g.let(f"{source}[0]")]
     if g.check and (g.masked or g.pc in g.program.strays):
         source = f"source_lanes({mode!r}, {lane}, {clamp})[0]"
         rest = f"{g.membermask()}, {g.pc not in g.program.strays}"
         g.defined.append(g.let(f"E.members.taking_part({g.execution()}, {source}, {rest})"))
     g.write(to, f"{both}[0]", dtype)
-    g.defined = of_lane
+    g.defined = lane_defined
     if not isinstance(inside, Sink):
         g.write(inside, f"{both}[1]", "b1")
 

@@ -103,11 +103,13 @@ def gather(
     first = (arena + base) // descriptors.CHUNK_BYTES
     form = (layout, rows, mn_major, even_first)
     if (relative == relative[0]).all():
-        found = descriptors.operand_chunks(tuple(relative[0].tolist()), *form)
-        index = first[:, None, None] + found.places
+        chunks = descriptors.operand_chunks(tuple(relative[0].tolist()), *form)
+        index = first[:, None, None] + chunks.positions
     else:
-        each = [descriptors.operand_chunks(tuple(r), *form).places for r in relative.tolist()]
-        index = first[:, None, None] + np.stack(each)
+        positions = [
+            descriptors.operand_chunks(tuple(r), *form).positions for r in relative.tolist()
+        ]
+        index = first[:, None, None] + np.stack(positions)
     out = scratch(role, index.shape, mma.CHUNK)
     np.take(view, index, out=out, mode="clip")
     return out
@@ -120,18 +122,20 @@ def reach(operand: SharedOperand, rows: int, mn_major: bool) -> tuple[Array, Arr
     """
     base = operand.start & -descriptors.PATTERN_BYTES
     relative, which = np.unique(operand.start - base, return_inverse=True)
-    each = [descriptors.operand_chunks((int(r),), operand.layout, rows, mn_major) for r in relative]
-    low, high = (np.array([getattr(p, end) for p in each])[which] for end in ("low", "high"))
-    places = np.stack([p.places.reshape(-1) for p in each])[which]
-    return base + low, base + high, base[:, None] // descriptors.CHUNK_BYTES + places
+    chunks = [
+        descriptors.operand_chunks((int(r),), operand.layout, rows, mn_major) for r in relative
+    ]
+    low, high = (np.array([getattr(p, end) for p in chunks])[which] for end in ("low", "high"))
+    positions = np.stack([p.positions.reshape(-1) for p in chunks])[which]
+    return base + low, base + high, base[:, None] // descriptors.CHUNK_BYTES + positions
 
 
 def fragments(steps: list[tuple[Any, ...]], warps: int) -> Array:
     """A from four registers per instruction, as chunks (g, 64, k)."""
     left = scratch("wgmma a", (warps, 2, 8, len(steps), 2), mma.CHUNK)
     for number, registers in enumerate(steps):
-        for place, register in enumerate(registers):
-            left[:, place % 2, :, number, place // 2] = mma.register_chunks(register, warps)
+        for index, register in enumerate(registers):
+            left[:, index % 2, :, number, index // 2] = mma.register_chunks(register, warps)
     return left.reshape(warps // 4, ROWS, -1)
 
 
@@ -256,7 +260,7 @@ def _multiply(g: Generator, ins: Instruction) -> None:
     if g.pc in g.hazards.unfenced or g.pc in g.hazards.first:
         registers = g.hazards.unfenced.get(g.pc, ())
         first = g.pc in g.hazards.first
-        g.emit(f"E.wgmma.order.require_fence({g.here()}, {registers}, {first})")
+        g.emit(f"E.wgmma.order.require_fence({g.checked_execution()}, {registers}, {first})")
     if form.fragments:
         left = tuple_of([mma.local_of(g, g.read(item, "u4")) for item in items_of(a)])
     else:
@@ -279,7 +283,7 @@ def _multiply(g: Generator, ins: Instruction) -> None:
                 g.set_definedness(register, g.literal(1, "b1"))
         g.in_flight.add(form.registers)
     operands = f"{left}, {right}, {some}, {accumulators}"
-    g.emit(f"E.wgmma.issue({g.here()}, {g.object(form)}, {operands})")
+    g.emit(f"E.wgmma.issue({g.checked_execution()}, {g.object(form)}, {operands})")
 
 
 def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:
@@ -293,8 +297,8 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     mods.left.clear()
     columns, depth = (int(number) for number in shape.groups())
     integers = d_type == "s32" and {a_type, b_type} <= {"s8", "u8"}
-    known = integers or d_type in mma.SUMS.get(a_type, ())
-    g.refuse_if(not known or not (integers or mma.go_together(a_type, b_type)), "these types")
+    supported = integers or d_type in mma.SUMS.get(a_type, ())
+    g.refuse_if(not supported or not (integers or mma.go_together(a_type, b_type)), "these types")
     g.refuse_if(saturates and not integers, "saturation of floats")
     wide = 16 if integers and columns > 32 else 8
     if depth != _DEPTH[a_type] or columns % wide or not 8 <= columns <= 256:
@@ -316,8 +320,8 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     if isinstance(a, Vec) and len(fragments) != 4:
         raise g.unknown("a fragment of this size")
     transposed, sign = (turned.get(0) == 1, turned.get(1) == 1), signs[0] * signs[1]
-    how = (columns, d_type, saturates, (a_type, b_type), transposed, sign)
-    return WgmmaForm(*how, tuple(registers), tuple(fragments)), a, b, adds
+    fields = (columns, d_type, saturates, (a_type, b_type), transposed, sign)
+    return WgmmaForm(*fields, tuple(registers), tuple(fragments)), a, b, adds
 
 
 @instruction(

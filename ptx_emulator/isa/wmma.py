@@ -56,24 +56,29 @@ class FragmentForm(NamedTuple):
         """Bytes of an element."""
         return int(np.dtype(ELEMENTS[self.kind]).itemsize)
 
-    def places(self, address: Any, stride: Any) -> list[Any]:
+    def addresses(self, address: Any, stride: Any) -> list[Any]:
         """Addresses of the elements of a lane, one (1, 32) or (n, 32) per element."""
-        each = self.rows * self.columns // 32
-        found = []
-        for number in range(each):
-            row, column = np.divmod(LANES * each + number, self.columns)
+        elements = self.rows * self.columns // 32
+        addresses = []
+        for number in range(elements):
+            row, column = np.divmod(LANES * elements + number, self.columns)
             offset = column * stride + row if self.columns_first else row * stride + column
-            found.append(address + (offset * self.width).reshape(-1, 32))
-        return found
+            addresses.append(address + (offset * self.width).reshape(-1, 32))
+        return addresses
 
 
-def load_fragment(here: Execution, form: FragmentForm, address: Any, stride: Any) -> list[Array]:
+def load_fragment(
+    execution: Execution, form: FragmentForm, address: Any, stride: Any
+) -> list[Array]:
     """wmma.load: the registers (n, 32) of a fragment, uint32; uint64 for float64.
 
     The address and the stride, in elements, are the same in all lanes.
     """
     load = getattr(memory, f"load_{form.space}")
-    parts = [here.spread(load(here, at, form.width)) for at in form.places(address, stride)]
+    parts = [
+        execution.spread(load(execution, element_address, form.width))
+        for element_address in form.addresses(address, stride)
+    ]
     return to_registers(np.stack(parts, axis=-1), form.registers)
 
 
@@ -83,7 +88,7 @@ def to_registers(values: Array, registers: int) -> list[Array]:
     room = registers * wide // values.dtype.itemsize
     filled = np.tile(values, room // values.shape[2])
     words = np.ascontiguousarray(filled).view(f"u{wide}")
-    return [np.ascontiguousarray(words[..., place]) for place in range(registers)]
+    return [np.ascontiguousarray(words[..., index]) for index in range(registers)]
 
 
 def from_registers(registers: Any, n: int, count: int, dtype: str) -> Array:
@@ -93,18 +98,24 @@ def from_registers(registers: Any, n: int, count: int, dtype: str) -> Array:
 
 
 def store_fragment(
-    here: Execution, form: FragmentForm, address: Any, stride: Any, registers: Any
+    execution: Execution, form: FragmentForm, address: Any, stride: Any, registers: Any
 ) -> None:
     """wmma.store: the registers of an accumulator to memory; see `load_fragment`."""
-    places = form.places(address, stride)
-    values = from_registers(registers, here.cohort.n, len(places), f"u{form.width}")
+    addresses = form.addresses(address, stride)
+    values = from_registers(registers, execution.cohort.n, len(addresses), f"u{form.width}")
     store = getattr(memory, f"store_{form.space}")
-    for number, at in enumerate(places):
-        store(here, at, values[..., number], form.width)
+    for number, element_address in enumerate(addresses):
+        store(execution, element_address, values[..., number], form.width)
 
 
 def wmma_multiply(
-    here: Execution, shape: Shape, kinds: tuple[str, ...], saturates: bool, a: Any, b: Any, c: Any
+    execution: Execution,
+    shape: Shape,
+    kinds: tuple[str, ...],
+    saturates: bool,
+    a: Any,
+    b: Any,
+    c: Any,
 ) -> list[Array]:
     """wmma.mma: the registers of D = A B + C.
 
@@ -114,19 +125,19 @@ def wmma_multiply(
     """
     rows, columns, depth = shape
     kind_a, kind_b, kind_c, kind_d = kinds
-    n = here.cohort.n
+    n = execution.cohort.n
     x = from_registers(a, n, rows * depth // 32, ELEMENTS[kind_a]).reshape(n, rows, depth)
     y = from_registers(b, n, depth * columns // 32, ELEMENTS[kind_b]).reshape(n, depth, columns)
-    each = rows * columns // 32
-    start = from_registers(c, n, each, ELEMENTS[kind_c]).reshape(n, rows, columns)
+    elements = rows * columns // 32
+    start = from_registers(c, n, elements, ELEMENTS[kind_c]).reshape(n, rows, columns)
     if kind_a == "f64":
         total = start
         for k in range(depth):
             total = fma64(x[:, :, k, None], y[:, None, k], total)
-        return to_registers(total.reshape(n, 32, each), len(c))
+        return to_registers(total.reshape(n, 32, elements), len(c))
     product = np.empty((n, rows, columns), np.float32)
     half, integers = kind_d == "f16", kind_d == "s32"
-    model = None if integers else model_for(here.machine, "mma", kind_a, depth, half=half)
+    model = None if integers else model_for(execution.machine, "mma", kind_a, depth, half=half)
     added = None if model is None else to_single(start, kind_c).reshape(start.shape)
     multiply(model, (kind_a, kind_b), to_single(x, kind_a), to_single(y, kind_b), added, product)
     if integers:
@@ -139,7 +150,7 @@ def wmma_multiply(
         result = product if model else product + to_single(start, kind_c).reshape(start.shape)
         if half:
             result = result.astype(np.float16)
-    return to_registers(result.reshape(n, 32, each), each * result.dtype.itemsize // 4)
+    return to_registers(result.reshape(n, 32, elements), elements * result.dtype.itemsize // 4)
 
 
 # Of each shape: M, N and K; and the element types of A and B.
@@ -155,7 +166,7 @@ _SUMS = {"f16": ("f16", "f32"), "s8": ("s32",), "u8": ("s32",), "f64": ("f64",)}
 
 
 def _registers(size: tuple[int, int], kind: str, role: str) -> int:
-    """Registers of a fragment; those of float16 operands have room for 16 elements."""
+    """Registers of a fragment; float16 operands have registers for 16 elements."""
     if kind == "f16" and role != "c":
         return 8
     return max(1, size[0] * size[1] // 32 * TYPE_BYTES[kind] // (8 if kind == "f64" else 4))
@@ -208,24 +219,24 @@ def _move(g: Generator, ins: Instruction, name: str, role: str, columns_first: b
     g.refuse_if(kind not in (types if role in ("a", "b") else sums), "this shape with this type")
     memory, matrix = ins.operands[:2] if role == "d" else ins.operands[1::-1]
     space = implied_space(g, space_of(g), memory)
-    where = address(g, memory, space)
+    address_text = address(g, memory, space)
     if len(ins.operands) > 2:
         stride = f"{g.read(ins.operands[2], 'u4')}.astype(i8)"
     else:
         stride = str(size[0] if columns_first else size[1])
     registers = _registers(size, kind, "c" if role == "d" else role)
     form = FragmentForm(FUNCTION[space], *size, kind, registers, columns_first)
-    given = f"{g.object(form)}, {where}, {stride}"
+    arguments = f"{g.object(form)}, {address_text}, {stride}"
     if role == "d":
         values = fragment(g, matrix, registers, _dtype(kind))
-        g.emit(f"store_fragment({g.here()}, {given}, {values})")
+        g.emit(f"store_fragment({g.checked_execution()}, {arguments}, {values})")
     else:
         items = fragment_items(g, matrix, registers)
-        _write(g, g.let(f"load_fragment({g.here()}, {given})"), items, kind)
+        _write(g, g.let(f"load_fragment({g.checked_execution()}, {arguments})"), items, kind)
 
 
 def _multiply(g: Generator, ins: Instruction, name: str) -> None:
-    """wmma.mma; of the layouts of A and B nothing is left in the fragments."""
+    """wmma.mma; fragments have one layout, whatever the layouts of A and B in memory were."""
     mods = g.mods
     saturates = bool(mods.take("satfinite"))
     mods.take("rn")
@@ -245,5 +256,5 @@ def _multiply(g: Generator, ins: Instruction, name: str) -> None:
     for operand, (kind, size, role) in zip(ins.operands[1:], sizes, strict=True):
         groups.append(fragment(g, operand, _registers(size, kind, role), _dtype(kind)))
     to = fragment_items(g, ins.operands[0], _registers((m, n), d, "c"))
-    given = f"{(m, n, k)}, {kinds!r}, {saturates}, {', '.join(groups)}"
-    _write(g, g.let(f"wmma_multiply({g.here()}, {given})"), to, d)
+    arguments = f"{(m, n, k)}, {kinds!r}, {saturates}, {', '.join(groups)}"
+    _write(g, g.let(f"wmma_multiply({g.checked_execution()}, {arguments})"), to, d)

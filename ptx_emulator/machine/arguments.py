@@ -23,9 +23,9 @@ def _items(value: Any) -> Iterator[tuple[int, Array]]:
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.reshape(-1).tolist()
     if isinstance(value, (tuple, list)):
-        for place, item in enumerate(value):
+        for index, item in enumerate(value):
             for _, array in _items(item):
-                yield place, array
+                yield index, array
     elif isinstance(value, TensorMap):
         yield 0, value.array
     elif isinstance(value, np.ndarray):
@@ -62,19 +62,21 @@ class DeviceArguments:
         for name, address in constants.items():
             size, data = variables[name].size, variables[name].init
             self.memory.fixed(address, size, f"the module variable {name}", data or bytes(size))
-        self._place(args)
+        self._allocate_arrays(args)
         self.parameters = bytearray(self.program.param_bytes)
         for number, (value, param) in enumerate(zip(args, params, strict=True)):
-            at = self.program.params_at[param.name]
-            self.parameters[at : at + param.size] = self._one(number, value, param)
+            start = self.program.params_at[param.name]
+            self.parameters[start : start + param.size] = self._parameter_bytes(
+                number, value, param
+            )
         self.memory.commit()
         first = program.first_uses()
         for name, address in constants.items():
             for offset, target in variables[name].relocations:
                 pointer = constants.get(target) or program.module.address_of_function(target)
                 if pointer and TYPE_BYTES[variables[name].type] == 8:
-                    place = self.memory.span(address + offset, 8).view(np.uint64)
-                    place += np.uint64(pointer)
+                    stored_pointer = self.memory.span(address + offset, 8).view(np.uint64)
+                    stored_pointer += np.uint64(pointer)
                 elif name in first:
                     what = f"the emulator does not support the address of {target} in a variable"
                     numbers = f"initial value of {name}, byte {offset}"
@@ -90,33 +92,33 @@ class DeviceArguments:
         way_out = "pass arrays or None for pointers and numbers of the parameter's type"
         return self.error(f"argument {number} does not fit its parameter", numbers, way_out)
 
-    def _place(self, args: Sequence[Any]) -> None:
+    def _allocate_arrays(self, args: Sequence[Any]) -> None:
         """Creates one allocation per array; arrays that overlap on the host share one."""
-        found: list[tuple[int, int, int, str, Array]] = []
+        ranges: list[tuple[int, int, int, str, Array]] = []
         for number, value in enumerate(args):
-            for place, item in _items(value):
+            for field, item in _items(value):
                 label = f"argument {number}"
                 if item is not value and not isinstance(value, TensorMap):
-                    label += f", field {place}"
+                    label += f", field {field}"
                 low, high = np.lib.array_utils.byte_bounds(item)
                 if item.size == 0:
                     low = high = item.ctypes.data
-                found.append((low, high, id(item), label, item))
-        found.sort(key=lambda f: (f[0], f[1]))
-        place = 0
-        while place < len(found):
-            low, high, _, label, _ = found[place]
-            end = place + 1
-            while end < len(found) and found[end][0] < high:
-                high = max(high, found[end][1])
+                ranges.append((low, high, id(item), label, item))
+        ranges.sort(key=lambda r: (r[0], r[1]))
+        begin = 0
+        while begin < len(ranges):
+            low, high, _, label, _ = ranges[begin]
+            end = begin + 1
+            while end < len(ranges) and ranges[end][0] < high:
+                high = max(high, ranges[end][1])
                 end += 1
-            group = found[place:end]
-            labels = list(dict.fromkeys(f[3] for f in group))
-            allocation = self._allocate(low, high, " and ".join(labels), [f[4] for f in group])
+            group = ranges[begin:end]
+            labels = list(dict.fromkeys(r[3] for r in group))
+            allocation = self._allocate(low, high, " and ".join(labels), [r[4] for r in group])
             for start, _, key, _, item in group:
                 first = item.ctypes.data if item.size else start
                 self.addresses[key] = allocation.start + first - low
-            place = end
+            begin = end
 
     def _allocate(self, low: int, high: int, label: str, arrays: list[Array]) -> Allocation:
         size = high - low
@@ -125,32 +127,32 @@ class DeviceArguments:
         allocation.writable = any(a.flags.writeable for a in arrays)
         return allocation
 
-    def _one(self, number: int, value: Any, param: Variable) -> bytes:
+    def _parameter_bytes(self, number: int, value: Any, param: Variable) -> bytes:
         """The bytes of one parameter."""
-        at = PARAM_WINDOW + self.program.params_at[param.name]
+        address = PARAM_WINDOW + self.program.params_at[param.name]
         if isinstance(value, TensorMap) and param.size == 8:
             value = np.array([value], object)  # a pointer to a map in global memory
         data: bytes | None
         if isinstance(value, (tuple, list)):
             # CUtensorMap is aligned to 64 bytes in CUDA 12: the alignment of the struct shows it.
-            data = self._struct(number, value, at, min(param.align, MAP_ALIGN))
+            data = self._struct(number, value, address, min(param.align, MAP_ALIGN))
         elif isinstance(value, np.void):
             data = value.tobytes()
         else:
-            data = value if isinstance(value, bytes) else self._reference(number, value, at)
+            data = value if isinstance(value, bytes) else self._reference(number, value, address)
         if data is None:
             return self._number(number, value, param)
         if len(data) != param.size:
             raise self.misfit(number, f"{len(data)} bytes given; {param.name} has {param.size}")
         return data
 
-    def _reference(self, number: int, value: Any, at: int) -> bytes | None:
-        """The bytes of a pointer or of a tensor map at address ``at``; None for other values."""
+    def _reference(self, number: int, value: Any, address: int) -> bytes | None:
+        """The bytes of a pointer or of a tensor map at an address; None for other values."""
         if isinstance(value, TensorMap):
-            self.maps.append(at)
+            self.maps.append(address)
             data = encoded(value, self.addresses[id(value.array)])
-            if not in_parameters(at):
-                self.started[at] = data
+            if not in_parameters(address):
+                self.started[address] = data
             return data
         if isinstance(value, np.ndarray) and value.dtype == object:
             return self._placed_struct(number, value).to_bytes(8, "little")
@@ -192,19 +194,19 @@ class DeviceArguments:
         return self.addresses[key]
 
     def _struct(
-        self, number: int, items: Sequence[Any], at: int, map_align: int = MAP_ALIGN
+        self, number: int, items: Sequence[Any], address: int, map_align: int = MAP_ALIGN
     ) -> bytes:
-        """The bytes of a struct at address ``at``, with the alignment of C."""
+        """The bytes of a struct at address ``address``, with the alignment of C."""
         data = bytearray()
         widest = 1
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             align = map_align if isinstance(item, TensorMap) else 1
-            part = self._reference(number, item, at + len(data) + -len(data) % align)
+            part = self._reference(number, item, address + len(data) + -len(data) % align)
             if isinstance(item, np.generic):
                 part = item.tobytes()
             if part is None:
                 raise self.error(
-                    f"field {place} of argument {number} has no size",
+                    f"field {index} of argument {number} has no size",
                     f"{item!r} is a {type(item).__name__}",
                     "pass arrays, None, TensorMaps or numpy scalars such as np.int32(1) as fields",
                 )

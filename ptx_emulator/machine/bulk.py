@@ -56,14 +56,14 @@ class BulkTransfer:
     """The copies that one execution of an instruction started, one per thread.
 
     Attributes:
-        here: the execution; its cohort consists of single threads, ``issued``.
+        execution: the execution; its cohort consists of single threads, ``issued``.
         box: their bytes in global memory, as offsets into `GlobalMemory.flat`; of copies between
             blocks (``near``) their sources, as offsets into `Wave.shared`.
         start: offset of each box in `Wave.shared`, (n,); ``shared_offsets``: of each unit, (n, k).
         blocks: the block of the wave in whose shared memory each box lies, (n,).
         reduction: operation and type.
         barriers: mbarriers (n,) of copies into shared memory; ``writes``: the numbers of their
-            asynchronous writes; ``known``: the clocks of the issuing warps (n, columns);
+            asynchronous writes; ``issue_clocks``: the clocks of the issuing warps (n, columns);
             ``phases``: those of the mbarriers that they completed in.
         source: what copies into shared memory read; None without checkers.
         columns, times: the agents and the times of the reads of copies between blocks (n,).
@@ -71,7 +71,7 @@ class BulkTransfer:
             agent and the time of their reads; ``waited``: whether their threads have waited (n,).
     """
 
-    here: Execution
+    execution: Execution
     box: Boxes
     start: Array
     shared_offsets: Array
@@ -80,7 +80,7 @@ class BulkTransfer:
     near: bool = False
     barriers: Array | None = None
     writes: Array | None = None
-    known: Array | None = None
+    issue_clocks: Array | None = None
     phases: Array | None = None
     source: CopySource | None = None
     groups: Array = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -91,20 +91,20 @@ class BulkTransfer:
     done: bool = False
 
     def __post_init__(self) -> None:
-        assert isinstance(self.here.cohort, SingleThreads)
-        self.issued, self.pc = self.here.cohort, self.here.pc
+        assert isinstance(self.execution.cohort, SingleThreads)
+        self.issued, self.pc = self.execution.cohort, self.execution.pc
         self.waited = np.zeros(self.issued.n, bool)
         self.size = self.shared_offsets.shape[1] * self.box.unit  # of each copy, in shared memory
 
     def part(self, which: Array) -> BulkTransfer:
         """The copies of the threads ``which``; for copies out of shared memory."""
-        box, here = self.box, self.here._replace(cohort=self.issued.some(which))
+        box, execution = self.box, self.execution._replace(cohort=self.issued.select(which))
         inside = None if box.inside is None else box.inside[which]
         offsets, wide = box.offsets[which], box.wide_offsets[which]
         names = ("start", "shared_offsets", "blocks", "groups")
         cut: dict[str, Any] = {name: getattr(self, name)[which] for name in names}
         box = box._replace(offsets=offsets, inside=inside, wide_offsets=wide)
-        return replace(self, here=here, box=box, **cut)
+        return replace(self, execution=execution, box=box, **cut)
 
     def spans(self) -> tuple[Array, int]:
         """Offsets of whole boxes in `Wave.shared` in the largest aligned units, and their size."""
@@ -134,105 +134,111 @@ def _touched(inside: Array, offsets: Array) -> tuple[Array, Array]:
 
 
 def boxes_at(
-    here: Execution, tensor: PlacedMap, coordinates: Array, shared: Array, *, load: bool
+    execution: Execution, tensor: PlacedMap, coordinates: Array, shared: Array, *, load: bool
 ) -> Boxes:
     """The boxes of a tensor, checked, as offsets into `GlobalMemory.flat`."""
-    m, site, spec, base = here.machine, here.site(), tensor.spec, tensor.base
+    machine, site, spec, base = execution.machine, execution.site(), tensor.spec, tensor.base
     if spec.swizzle and spec.inner_bytes < spec.swizzle:
         what = "a box narrower than the span of its swizzle, for which PTX documents no layout"
-        m.fail(LaunchArguments, what, site, f"{spec.inner_bytes} bytes, span {spec.swizzle}", _FIT)
+        machine.fail(
+            LaunchArguments, what, site, f"{spec.inner_bytes} bytes, span {spec.swizzle}", _FIT
+        )
     if tensor.before and load:
         what = "a load by a tensor map that begins before its array"
         way_out = "begin the map at the array: addresses of 64 bits may wrap around"
-        m.fail(OutOfBounds, what, site, f"{tensor.before:,} B before it", way_out)
+        machine.fail(OutOfBounds, what, site, f"{tensor.before:,} B before it", way_out)
     first = base - tensor.before
     box = tma.boxes(spec, first, coordinates)
-    check_shared(here, shared, spec.box_bytes, _TENSOR_ALIGN)
+    check_shared(execution, shared, spec.box_bytes, _TENSOR_ALIGN)
     if tensor.before or spec.wraps_around:
-        _check_box(here, box, tensor.before, tensor.bytes)
-    m.memory.touched = [m.memory.find(base)]
-    shift = first - m.memory.base
+        _check_box(execution, box, tensor.before, tensor.bytes)
+    machine.memory.touched = [machine.memory.find(base)]
+    shift = first - machine.memory.base
     return box._replace(offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
 
-def check_shared(here: Execution, at: Array, size: int, align: int) -> None:
-    limit = here.machine.shared_size
-    bad = (at < 0) | (at + size > limit)
-    for which in np.flatnonzero(bad)[:1]:
+def check_shared(execution: Execution, offsets: Array, size: int, align: int) -> None:
+    limit = execution.machine.shared_size
+    bad = (offsets < 0) | (offsets + size > limit)
+    for index in np.flatnonzero(bad)[:1]:
         what = "a bulk copy extends beyond shared memory"
-        numbers = f"{size:,} bytes at offset {int(at[which]):,} of {limit:,} bytes"
+        numbers = f"{size:,} bytes at offset {int(offsets[index]):,} of {limit:,} bytes"
         way_out = "check the address and the box, or pass a larger shared_bytes"
-        here.machine.fail(OutOfBounds, what, here.site(which), numbers, way_out)
-    check_aligned(here, at[:, None], align, "shared")
+        execution.machine.fail(OutOfBounds, what, execution.site(index), numbers, way_out)
+    check_aligned(execution, offsets[:, None], align, "shared")
 
 
-def _check_box(here: Execution, box: Boxes, before: int, size: int) -> None:
+def _check_box(execution: Execution, box: Boxes, before: int, size: int) -> None:
     """Checks that boxes lie in the bytes of an array that begins ``before`` bytes after the map."""
-    at = box.offsets - before
-    bad = (at < 0) | (at + box.unit > size)
+    offsets = box.offsets - before
+    bad = (offsets < 0) | (offsets + box.unit > size)
     if box.inside is not None:
         bad &= box.inside
     if bad.any():
-        which, unit = np.unravel_index(np.argmax(bad), bad.shape)
+        index, unit = np.unravel_index(np.argmax(bad), bad.shape)
         what = "a box of a tensor map extends beyond its array"
-        numbers = f"{box.unit} bytes at offset {int(at[which, unit]):,} of {size:,} bytes"
+        numbers = f"{box.unit} bytes at offset {int(offsets[index, unit]):,} of {size:,} bytes"
         way_out = "check the coordinates against the rows of the array"
-        here.machine.fail(OutOfBounds, what, here.site(which), numbers, way_out)
+        execution.machine.fail(OutOfBounds, what, execution.site(index), numbers, way_out)
 
 
-def check_global(here: Execution, at: Array, size: int, write: bool) -> None:
-    memory = here.machine.memory
-    index = np.searchsorted(memory.starts, at, "right") - 1
-    bad = (index < 0) | (at + size > memory.ends[np.maximum(index, 0)])
-    for which in np.flatnonzero(bad)[:1]:
+def check_global(execution: Execution, addresses: Array, size: int, write: bool) -> None:
+    memory = execution.machine.memory
+    allocation_index = np.searchsorted(memory.starts, addresses, "right") - 1
+    bad = (allocation_index < 0) | (addresses + size > memory.ends[np.maximum(allocation_index, 0)])
+    for index in np.flatnonzero(bad)[:1]:
         what = f"a bulk copy {'to' if write else 'from'} outside every buffer"
-        numbers = f"{size:,} bytes at {memory.describe(int(at[which]))}"
+        numbers = f"{size:,} bytes at {memory.describe(int(addresses[index]))}"
         way_out = "check the index against the array that was passed"
-        here.machine.fail(OutOfBounds, what, here.site(which), numbers, way_out)
-    check_aligned(here, at[:, None], tma.CHUNK_BYTES, "global")
-    memory.touched = np.unique(index).tolist()
+        execution.machine.fail(OutOfBounds, what, execution.site(index), numbers, way_out)
+    check_aligned(execution, addresses[:, None], tma.CHUNK_BYTES, "global")
+    memory.touched = np.unique(allocation_index).tolist()
 
 
-def check_reduction(here: Execution, operation: str, kind: str) -> None:
+def check_reduction(execution: Execution, operation: str, kind: str) -> None:
     if kind not in _TYPES.get(operation, ()):
         what = f"the emulator does not support the bulk reduction .{operation} of {kind}"
         numbers = f".{operation} takes {', '.join(_TYPES.get(operation, ())) or 'nothing'}"
         way_out = "add it to ptx_emulator/machine/bulk.py"
-        here.machine.fail(errors.UnknownInstruction, what, here.site(), numbers, way_out)
+        execution.machine.fail(errors.UnknownInstruction, what, execution.site(), numbers, way_out)
 
 
-def count_transfer(t: BulkTransfer, into: bool, one_read: int) -> None:
+def count_transfer(transfer: BulkTransfer, into: bool, one_read: int) -> None:
     """Counts a copy, and marks the buffers that it modifies.
 
     Args:
         one_read: copies of a multicast, which have one read of global memory.
     """
-    m, taken = t.here.machine, t.box.bytes // one_read
-    counters = m.counters
-    moved = t.size * t.issued.n if into else taken
-    if t.near:
-        counters.shared_read_bytes += moved
-        counters.shared_write_bytes += moved
-        if m.recorder is not None:
-            m.recorder.operand(2 * moved, t.pc)
+    machine, global_bytes = transfer.execution.machine, transfer.box.bytes // one_read
+    counters = machine.counters
+    shared_bytes = transfer.size * transfer.issued.n if into else global_bytes
+    if transfer.near:
+        counters.shared_read_bytes += shared_bytes
+        counters.shared_write_bytes += shared_bytes
+        if machine.recorder is not None:
+            machine.recorder.operand(2 * shared_bytes, transfer.pc)
         return
     if into:
         kind = READ
-        counters.global_read_bytes += taken
-        counters.global_read_sectors += t.box.sectors // one_read
-        counters.shared_write_bytes += moved
+        counters.global_read_bytes += global_bytes
+        counters.global_read_sectors += transfer.box.sectors // one_read
+        counters.shared_write_bytes += shared_bytes
     else:
-        kind = WRITE if t.reduction is None else ATOMIC
-        counters.shared_read_bytes += moved
-        counters.global_write_bytes += taken
-        counters.global_write_sectors += t.box.sectors
-        counters.global_read_bytes += 0 if t.reduction is None else taken
-        check_writable(m, "bulk copy", t.here.site(), f"{taken:,} bytes")
-    if m.recorder is not None:
-        box = t.box
+        kind = WRITE if transfer.reduction is None else ATOMIC
+        counters.shared_read_bytes += shared_bytes
+        counters.global_write_bytes += global_bytes
+        counters.global_write_sectors += transfer.box.sectors
+        counters.global_read_bytes += 0 if transfer.reduction is None else global_bytes
+        check_writable(machine, "bulk copy", transfer.execution.site(), f"{global_bytes:,} bytes")
+    if machine.recorder is not None:
+        box = transfer.box
         inside = None if box.inside is None else box.inside[::one_read]
-        reading = t.here._replace(cohort=t.issued.some(np.arange(0, t.issued.n, one_read)))
-        m.recorder.bulk(reading, box.offsets[::one_read], inside, box.unit, moved, kind)
+        reading = transfer.execution._replace(
+            cohort=transfer.issued.select(np.arange(0, transfer.issued.n, one_read))
+        )
+        machine.recorder.bulk(
+            reading, box.offsets[::one_read], inside, box.unit, shared_bytes, kind
+        )
 
 
 _KINDS = {
@@ -243,13 +249,13 @@ _KEPT = 64  # completed copies whose sources are still watched
 
 
 class _Operands(NamedTuple):
-    """The operands of copies by single threads (n,): addresses, and those of one kind of copy.
+    """The operands of copies by single threads (n,): addresses, and ``others`` of one kind of copy.
 
-    ``blocks`` are the blocks in whose shared memory the copies lie. So many neighbouring ones have
-    ``one_read`` of global memory: those of a multicast.
+    ``blocks`` are the blocks in whose shared memory the copies lie. ``one_read`` is the number of
+    neighbouring copies with one read of global memory: the copies of a multicast.
     """
 
-    here: Execution
+    execution: Execution
     shared: Array
     blocks: Array
     device: Array
@@ -274,88 +280,93 @@ class BulkCopies:
     # ---- what instructions start
 
     def tensor(
-        self, here: Execution, shared: Any, map_at: Any, barrier: Any, mask: Any,
+        self, execution: Execution, shared: Any, map_address: Any, barrier: Any, mask: Any,
         coordinates: tuple[Any, ...], operation: str | None,
     ) -> None:  # fmt: skip
         """Copies or reduces boxes of a tensor map; into shared memory if ``barrier`` is given.
 
         ``mask`` holds the blocks of a multicast.
         """
-        m = self.machine
-        for of in self._threads(here, (shared, map_at, barrier, mask, *coordinates), 1):
-            some = of.here
-            tensor = self._map(some.site(), int(of.device[0]), len(coordinates))
+        machine = self.machine
+        for operands in self._threads(
+            execution, (shared, map_address, barrier, mask, *coordinates), 1
+        ):
+            some = operands.execution
+            tensor = self._map(some.site(), int(operands.device[0]), len(coordinates))
             spec = tensor.spec
-            where = np.stack(of.others, axis=1).astype(np.int32).astype(np.int64)
-            box = boxes_at(some, tensor, where, of.shared, load=barrier is not None)
+            box_coordinates = np.stack(operands.others, axis=1).astype(np.int32).astype(np.int64)
+            box = boxes_at(some, tensor, box_coordinates, operands.shared, load=barrier is not None)
             reduction = None
             if operation is not None:
                 reduction = (operation, _KINDS.get(spec.dtype, spec.dtype))
                 if tma.overlapping(spec):
                     what = "a reduction of a box with repeated elements"
-                    m.fail(LaunchArguments, what, some.site(), repr(spec), _FIT)
-            self._start(of, box, tma.places(spec, of.shared, box.unit), reduction)
+                    machine.fail(LaunchArguments, what, some.site(), repr(spec), _FIT)
+            self._start(
+                operands, box, tma.shared_offsets(spec, operands.shared, box.unit), reduction
+            )
 
     def _map(self, site: Site, address: int, dimensions: int) -> PlacedMap:
         """The tensor map at an address, which must have this number of dimensions."""
-        m = self.machine
-        tensor = m.maps.at(site, address)
+        machine = self.machine
+        tensor = machine.maps.map_at(site, address)
         if dimensions != len(tensor.spec.dims):
             what = "a tensor copy whose number of dimensions differs from its map"
             numbers = f"{dimensions} coordinates; the map has {len(tensor.spec.dims)}"
-            m.fail(LaunchArguments, what, site, numbers, _FIT)
+            machine.fail(LaunchArguments, what, site, numbers, _FIT)
         return tensor
 
-    def prefetch_tensor(self, here: Execution, map_at: Any, coordinates: tuple[Any, ...]) -> None:
+    def prefetch_tensor(
+        self, execution: Execution, map_address: Any, coordinates: tuple[Any, ...]
+    ) -> None:
         """Checks the tensor map of a prefetch."""
-        chosen = here.active
-        for address in np.unique(here.spread(map_at)[chosen]).tolist():
-            site = here.first(chosen & (here.spread(map_at) == address))
+        chosen = execution.active
+        for address in np.unique(execution.spread(map_address)[chosen]).tolist():
+            site = execution.first(chosen & (execution.spread(map_address) == address))
             self._map(site, address, len(coordinates))
 
-    def prefetch(self, here: Execution, device: Any, size: Any) -> None:
+    def prefetch(self, execution: Execution, device: Any, size: Any) -> None:
         """Checks the address and the size of a prefetch without a tensor map."""
-        counts, chosen = here.spread(size), here.active
-        check_aligned(here, np.asarray(device), tma.CHUNK_BYTES, "global")
+        counts, chosen = execution.spread(size), execution.active
+        check_aligned(execution, np.asarray(device), tma.CHUNK_BYTES, "global")
         if (bad := chosen & (counts % tma.CHUNK_BYTES != 0)).any():
-            self._refuse_size(here.first(bad), int(counts[bad][0]))
+            self._refuse_size(execution.first(bad), int(counts[bad][0]))
 
     def _refuse_size(self, site: Site, count: int) -> NoReturn:
         what = "a bulk copy whose size is not a multiple of 16 bytes"
         self.machine.fail(LaunchArguments, what, site, f"{count} bytes", _FIT)
 
     def plain(
-        self, here: Execution, shared: Any, device: Any, barrier: Any, mask: Any, size: Any,
+        self, execution: Execution, shared: Any, device: Any, barrier: Any, mask: Any, size: Any,
         reduction: Reduction,
     ) -> None:  # fmt: skip
         """Copies or reduces ``size`` consecutive bytes without a tensor map; see `tensor`."""
-        m = self.machine
-        for of in self._threads(here, (shared, device, barrier, mask, size), 4):
-            count = int(of.others[0][0])
+        machine = self.machine
+        for operands in self._threads(execution, (shared, device, barrier, mask, size), 4):
+            count = int(operands.others[0][0])
             if count % tma.CHUNK_BYTES or count <= 0:
-                self._refuse_size(of.here.site(), count)
-            check_shared(of.here, of.shared, count, tma.CHUNK_BYTES)
-            check_global(of.here, of.device, count, barrier is None)
-            box = self._run_of(of.device - m.memory.base, count)
+                self._refuse_size(operands.execution.site(), count)
+            check_shared(operands.execution, operands.shared, count, tma.CHUNK_BYTES)
+            check_global(operands.execution, operands.device, count, barrier is None)
+            box = self._run_of(operands.device - machine.memory.base, count)
             steps = np.arange(0, count, tma.CHUNK_BYTES)
-            self._start(of, box, of.shared[:, None] + steps, reduction)
+            self._start(operands, box, operands.shared[:, None] + steps, reduction)
 
     def between_blocks(
-        self, here: Execution, shared: Any, source: Any, barrier: Any, size: Any
+        self, execution: Execution, shared: Any, source: Any, barrier: Any, size: Any
     ) -> None:
         """Copies ``size`` bytes of the shared memory of the block to that of another block."""
-        m = self.machine
-        for of in self._threads(here, (shared, source, barrier, None, size), 4):
-            count = int(of.others[0][0])
+        machine = self.machine
+        for operands in self._threads(execution, (shared, source, barrier, None, size), 4):
+            count = int(operands.others[0][0])
             if count % tma.CHUNK_BYTES or count <= 0:
-                self._refuse_size(of.here.site(), count)
-            for at in (of.shared, of.device):
-                check_shared(of.here, at, count, tma.CHUNK_BYTES)
-            own = m.row_block[of.here.cohort.rows]
-            box = self._run_of(of.device + own * m.shared_pitch, count)
-            self._start(
-                of, box, of.shared[:, None] + np.arange(0, count, tma.CHUNK_BYTES), None, True
-            )
+                self._refuse_size(operands.execution.site(), count)
+            for offsets in (operands.shared, operands.device):
+                check_shared(operands.execution, offsets, count, tma.CHUNK_BYTES)
+            own_blocks = machine.row_block[operands.execution.cohort.rows]
+            box = self._run_of(operands.device + own_blocks * machine.shared_pitch, count)
+            steps = np.arange(0, count, tma.CHUNK_BYTES)
+            self._start(operands, box, operands.shared[:, None] + steps, None, True)
 
     def _run_of(self, first: Array, count: int) -> Boxes:
         """``count`` consecutive bytes from offsets ``first`` (n,) on."""
@@ -370,138 +381,144 @@ class BulkCopies:
             sectors=int(((first + count - 1 >> 5) - (first >> 5) + 1).sum()),
         )
 
-    def _threads(self, here: Execution, values: Any, by: int) -> Iterator[_Operands]:
+    def _threads(self, execution: Execution, values: Any, by: int) -> Iterator[_Operands]:
         """The active threads with their operands, in groups that agree in operand ``by``.
 
         The operands are the addresses in shared memory, in global memory and of the mbarrier, the
         mask of a multicast, and others. A thread is repeated for each block of its multicast.
         """
-        m = self.machine
-        place, lane = np.nonzero(here.active)
-        none = np.zeros((here.cohort.n, 32), np.int64)
-        found = [(none if v is None else here.spread(v))[place, lane] for v in values]
-        issued = SingleThreads(here.cohort, place, lane)
-        here = here._replace(cohort=issued, lanes=None)
-        blocks, copies = m.row_block[issued.rows], np.ones(len(place), np.int64)
-        if len(place) and (remote(found[0]) or remote(found[2])):
-            (blocks, found[0]), (others, found[2]) = (
-                [part[:, 0] for part in resolved(here, found[which][:, None], 1, False)]
+        machine = self.machine
+        cohort_row, lane = np.nonzero(execution.active)
+        none = np.zeros((execution.cohort.n, 32), np.int64)
+        operands = [(none if v is None else execution.spread(v))[cohort_row, lane] for v in values]
+        issued = SingleThreads(execution.cohort, cohort_row, lane)
+        execution = execution._replace(cohort=issued, lanes=None)
+        blocks, copies = machine.row_block[issued.rows], np.ones(len(cohort_row), np.int64)
+        if len(cohort_row) and (remote(operands[0]) or remote(operands[2])):
+            (blocks, operands[0]), (others, operands[2]) = (
+                [part[:, 0] for part in resolved(execution, operands[which][:, None], 1, False)]
                 for which in (0, 2)
             )
             if values[2] is not None and (others != blocks).any():
                 row = int(np.argmax(others != blocks))
                 what = "a bulk copy whose mbarrier lies in another block than its destination"
                 ranks = f"blocks {others[row]} and {blocks[row]} of the wave"
-                m.fail(LaunchArguments, what, here.site(row), ranks, _FIT)
+                machine.fail(LaunchArguments, what, execution.site(row), ranks, _FIT)
         if values[3] is not None:
-            which, blocks = self._multicast(here, found[3].astype(np.int64))
-            issued, found = issued.some(which), [given[which] for given in found]
+            which, blocks = self._multicast(execution, operands[3].astype(np.int64))
+            issued, operands = issued.select(which), [value[which] for value in operands]
             copies = np.bincount(which)[which]
-        for row in np.flatnonzero(m.live_warps[blocks] == 0)[:1]:
-            fail_exited(here._replace(cohort=issued).site(row), m, int(blocks[row]))
-        kinds = np.stack([found[by], copies])
-        for one in np.unique(kinds, axis=1).T:
-            chosen = (kinds == one[:, None]).all(axis=0)
-            to, device, barrier, _, *rest = (given[chosen] for given in found)
-            some = here._replace(cohort=issued.some(chosen))
+        for row in np.flatnonzero(machine.live_warps[blocks] == 0)[:1]:
+            fail_exited(execution._replace(cohort=issued).site(row), machine, int(blocks[row]))
+        kinds = np.stack([operands[by], copies])
+        for kind in np.unique(kinds, axis=1).T:
+            chosen = (kinds == kind[:, None]).all(axis=0)
+            to, device, barrier, _, *rest = (value[chosen] for value in operands)
+            some = execution._replace(cohort=issued.select(chosen))
             signal = None if values[2] is None else barrier
-            yield _Operands(some, to, blocks[chosen], device, signal, rest, int(one[1]))
+            yield _Operands(some, to, blocks[chosen], device, signal, rest, int(kind[1]))
 
-    def _multicast(self, here: Execution, mask: Array) -> tuple[Array, Array]:
+    def _multicast(self, execution: Execution, mask: Array) -> tuple[Array, Array]:
         """The thread and the block of each copy of a multicast, by the masks of the threads."""
-        m, size = self.machine, self.machine.cluster_size
+        machine, size = self.machine, self.machine.cluster_size
         wrong = (mask >> size != 0) | (mask == 0)
         if wrong.any():
             what = "a multicast to blocks that the cluster does not have"
             numbers = f"mask {int(mask[wrong][0]):#x}; the cluster has {size} blocks"
             way_out = "set one bit for each rank of the cluster that takes part"
-            m.fail(LaunchArguments, what, here.site(np.argmax(wrong)), numbers, way_out)
+            machine.fail(LaunchArguments, what, execution.site(np.argmax(wrong)), numbers, way_out)
         which, rank = np.nonzero(mask[:, None] >> np.arange(size) & 1)
-        return which, m.row_cluster[here.cohort.rows[which]] * size + rank
+        return which, machine.row_cluster[execution.cohort.rows[which]] * size + rank
 
     def _start(
-        self, of: _Operands, box: Boxes, to: Array, reduction: Reduction, near: bool = False
+        self, operands: _Operands, box: Boxes, to: Array, reduction: Reduction, near: bool = False
     ) -> None:
         """Starts copies between boxes and shared memory, whose units lie at ``to`` (n, k)."""
-        base = of.blocks * self.machine.shared_pitch
-        places = of.shared + base, to + base[:, None]
-        t = BulkTransfer(of.here, box, *places, of.blocks, reduction, near)
-        count_transfer(t, of.barrier is not None, of.one_read)
-        if of.barrier is not None:
-            self._start_in(t, of.barrier)
+        base = operands.blocks * self.machine.shared_pitch
+        offsets = operands.shared + base, to + base[:, None]
+        transfer = BulkTransfer(operands.execution, box, *offsets, operands.blocks, reduction, near)
+        count_transfer(transfer, operands.barrier is not None, operands.one_read)
+        if operands.barrier is not None:
+            self._start_in(transfer, operands.barrier)
             return
         if reduction is not None:
-            check_reduction(of.here, *reduction)
-        self._start_out(t)
+            check_reduction(operands.execution, *reduction)
+        self._start_out(transfer)
 
-    def _start_in(self, t: BulkTransfer, barrier: Array) -> None:
+    def _start_in(self, transfer: BulkTransfer, barrier: Array) -> None:
         """Starts a copy into shared memory, in flight until the phase of its mbarrier completes."""
-        m = self.machine
-        check_window(t.here, barrier[:, None], 8, m.shared_size, "shared")
-        t.barriers, _ = m.mbarriers.at(
-            t.here, np.arange(t.issued.n), barrier, t.blocks, t.issued.lane
+        machine = self.machine
+        check_window(transfer.execution, barrier[:, None], 8, machine.shared_size, "shared")
+        execution, issued, blocks = transfer.execution, transfer.issued, transfer.blocks
+        transfer.barriers, _ = machine.mbarriers.look_up(
+            execution, np.arange(issued.n), barrier, blocks, issued.lane
         )
-        m.mbarriers.require_fenced(t.here.site(), t.barriers, t.blocks)
-        if m.proxy is not None:
-            columns = m.mbarriers.columns[t.barriers, t.blocks % m.cluster_size]
-            access = SharedAccess(t.issued, t.issued.rows, *t.spans(), t.pc)
-            t.writes = m.proxy.write(access, columns)
-            t.phases = np.full(t.issued.n, IN_FLIGHT)
-        if m.shared_races is not None:
-            t.known = m.clocks.of(t.issued.rows)
-        if t.near:
-            self._read_near(t)
+        machine.mbarriers.require_fenced(execution.site(), transfer.barriers, blocks)
+        if machine.proxy is not None:
+            columns = machine.mbarriers.columns[transfer.barriers, blocks % machine.cluster_size]
+            access = SharedAccess(issued, issued.rows, *transfer.spans(), transfer.pc)
+            transfer.writes = machine.proxy.write(access, columns)
+            transfer.phases = np.full(transfer.issued.n, IN_FLIGHT)
+        if machine.shared_races is not None:
+            transfer.issue_clocks = machine.clocks.copy_of(transfer.issued.rows)
+        if transfer.near:
+            self._read_near(transfer)
         else:
-            self._global_order(t, READ)
-        self.incoming.append(t)
+            self._global_order(transfer, READ)
+        self.incoming.append(transfer)
 
-    def _read_near(self, t: BulkTransfer) -> None:
-        """Copies between blocks read their sources until their mbarriers complete."""
-        m = self.machine
-        if m.proxy is None or t.barriers is None:
+    def _read_near(self, transfer: BulkTransfer) -> None:
+        """Records the reads of copies between blocks, which last until their mbarriers complete."""
+        machine = self.machine
+        if machine.proxy is None or transfer.barriers is None:
             return
-        t.columns, t.times = np.zeros((2, t.issued.n), np.int64)
-        signals = np.stack([t.barriers, t.blocks % m.cluster_size])
+        transfer.columns, transfer.times = np.zeros((2, transfer.issued.n), np.int64)
+        signals = np.stack([transfer.barriers, transfer.blocks % machine.cluster_size])
         for signal in np.unique(signals, axis=1).T:
             chosen = np.flatnonzero((signals == signal[:, None]).all(axis=0))
-            at, rank = m.mbarriers.addresses[int(signal[0])], int(signal[1])
-            name = f"a bulk copy that the mbarrier at shared offset {at} of rank {rank} counts"
-            column = m.proxy.agent("copy between blocks", (at, rank), name)
-            where = t.box.wide_offsets[chosen]
-            rows = t.issued.rows[chosen]
-            access = SharedAccess(t.issued, rows, where, t.box.wide_unit, t.pc, chosen)
-            t.columns[chosen], t.times[chosen] = column, m.proxy.read(access, column)
+            offset, rank = machine.mbarriers.addresses[int(signal[0])], int(signal[1])
+            name = f"a bulk copy that the mbarrier at shared offset {offset} of rank {rank} counts"
+            column = machine.proxy.agent("copy between blocks", (offset, rank), name)
+            offsets = transfer.box.wide_offsets[chosen]
+            rows = transfer.issued.rows[chosen]
+            access = SharedAccess(
+                transfer.issued, rows, offsets, transfer.box.wide_unit, transfer.pc, chosen
+            )
+            transfer.columns[chosen] = column
+            transfer.times[chosen] = machine.proxy.read(access, column)
 
-    def _start_out(self, t: BulkTransfer) -> None:
+    def _start_out(self, transfer: BulkTransfer) -> None:
         """Starts a copy out of shared memory, which reads until its group has been waited for."""
-        m, issued = self.machine, t.issued
-        t.groups = self.committed[issued.rows, issued.lane]
-        threads = m.row_member[issued.rows] * 32 + issued.lane
+        machine, issued = self.machine, transfer.issued
+        transfer.groups = self.committed[issued.rows, issued.lane]
+        threads = machine.row_member[issued.rows] * 32 + issued.lane
         for thread in np.unique(threads).tolist():
             chosen = threads == thread
-            part = t if chosen.all() else t.part(chosen)
-            if m.proxy is not None:
-                part.column = m.proxy.agent("bulk", thread, f"a bulk copy of thread {thread}")
-                some, where, size = part.in_shared()
+            part = transfer if chosen.all() else transfer.part(chosen)
+            if machine.proxy is not None:
+                part.column = machine.proxy.agent("bulk", thread, f"a bulk copy of thread {thread}")
+                some, offsets, size = part.in_shared()
                 rows = part.issued.rows[some]
-                access = SharedAccess(part.issued, rows, where, size, part.pc, some)
-                part.time = m.proxy.read(access, part.column)
+                access = SharedAccess(part.issued, rows, offsets, size, part.pc, some)
+                part.time = machine.proxy.read(access, part.column)
             self.outgoing.append(part)
-        self._global_order(t, WRITE if t.reduction is None else ATOMIC)
+        self._global_order(transfer, WRITE if transfer.reduction is None else ATOMIC)
 
-    def _global_order(self, t: BulkTransfer, kind: int) -> None:
+    def _global_order(self, transfer: BulkTransfer, kind: int) -> None:
         races = self.machine.global_races
         if races is None:
             return
-        some, offsets, size = t.in_global()
+        some, offsets, size = transfer.in_global()
         races.refine(size)
-        here = t.here._replace(cohort=t.issued.some(some))
+        execution = transfer.execution._replace(cohort=transfer.issued.select(some))
         if len(some) and kind == READ:
-            t.source = CopySource(self.machine.memory.touched, offsets, size, t.pc, places=some)
-            races.read(here, offsets, size, bulk=True)
+            transfer.source = CopySource(
+                self.machine.memory.touched, offsets, size, transfer.pc, copy_rows=some
+            )
+            races.read(execution, offsets, size, bulk=True)
         elif len(some):
-            races.write(here, offsets, size, strong=kind == ATOMIC, bulk=True)
-            self.stores.append(t)
+            races.write(execution, offsets, size, strong=kind == ATOMIC, bulk=True)
+            self.stores.append(transfer)
 
     # ---- groups
 
@@ -521,89 +538,93 @@ class BulkCopies:
         limit[cohort.rows] = np.where(active(cohort, lanes), self.committed[cohort.rows] - left, -1)
         if not reads:
             self._complete_stores(limit)
-        kept = []
-        for t in self.outgoing:
-            over = (t.groups < limit[t.issued.rows, t.issued.lane]) & ~t.waited
+        unwaited = []
+        for transfer in self.outgoing:
+            issued = transfer.issued
+            over = (transfer.groups < limit[issued.rows, issued.lane]) & ~transfer.waited
             if over.any():
-                self.execute(t)
-                t.waited |= over
+                self.execute(transfer)
+                transfer.waited |= over
                 if self.machine.proxy is not None:
-                    rows = np.unique(t.issued.rows[over])
-                    self.machine.proxy.clocks.order_after(rows, t.column, t.time)
-            if not t.waited.all():
-                kept.append(t)
-        self.outgoing = kept
+                    rows = np.unique(transfer.issued.rows[over])
+                    self.machine.proxy.clocks.order_after(rows, transfer.column, transfer.time)
+            if not transfer.waited.all():
+                unwaited.append(transfer)
+        self.outgoing = unwaited
 
     def _complete_stores(self, limit: Array) -> None:
         """Completes the stores of groups below ``limit`` (rows, 32)."""
-        races, kept = self.machine.global_races, []
-        for t in self.stores:
-            over = t.groups < limit[t.issued.rows, t.issued.lane]
+        races, unfinished = self.machine.global_races, []
+        for transfer in self.stores:
+            over = transfer.groups < limit[transfer.issued.rows, transfer.issued.lane]
             if races is not None and over.any():
-                done = t.part(over)
+                done = transfer.part(over)
                 some, offsets, size = done.in_global()
-                races.complete(done.here._replace(cohort=done.issued.some(some)), offsets, size)
+                races.complete(
+                    done.execution._replace(cohort=done.issued.select(some)), offsets, size
+                )
             if not over.all():
-                kept.append(t.part(~over))
-        self.stores = kept
+                unfinished.append(transfer.part(~over))
+        self.stores = unfinished
 
     # ---- execution
 
     @property
     def flying(self) -> list[BulkTransfer]:
-        return self.incoming + [t for t in self.outgoing if not t.done]
+        return self.incoming + [transfer for transfer in self.outgoing if not transfer.done]
 
-    def execute(self, t: BulkTransfer) -> None:
+    def execute(self, transfer: BulkTransfer) -> None:
         """Moves the bytes of a copy."""
-        if t.done:
+        if transfer.done:
             return
-        t.done = True
-        m, unit, inside = self.machine, t.box.unit, t.box.inside
-        shared = m.shared.view[unit]
-        device = shared if t.near else m.memory.flat.view[unit]
-        to, source = t.shared_offsets >> SHIFT[unit], t.box.offsets >> SHIFT[unit]
-        if t.barriers is not None:
+        transfer.done = True
+        machine, unit, inside = self.machine, transfer.box.unit, transfer.box.inside
+        shared = machine.shared.view[unit]
+        device = shared if transfer.near else machine.memory.flat.view[unit]
+        to, source = transfer.shared_offsets >> SHIFT[unit], transfer.box.offsets >> SHIFT[unit]
+        if transfer.barriers is not None:
             if inside is None:
                 shared[to] = device.take(source)
             else:
                 data = device.take(np.where(inside, source, 0))
                 data[~inside] = 0
                 shared[to] = data
-            self.incoming.remove(t)
-            blocks = t.blocks
-            gone = m.mbarriers.expected[t.barriers, blocks] == 0
+            self.incoming.remove(transfer)
+            blocks = transfer.blocks
+            gone = machine.mbarriers.expected[transfer.barriers, blocks] == 0
             if gone.any():
                 what = "an mbarrier is invalidated while a bulk copy that signals it is in flight"
-                numbers, advice = f"a copy of {t.size:,} bytes", "wait for the copy's phase first"
-                m.fail(MbarrierMisuse, what, t.here.site(np.argmax(gone)), numbers, advice)
-            if t.known is not None:
-                m.mbarriers.late.delivered(t.barriers, blocks, t.known)
-            if len(t.columns):
-                slots = m.mbarriers.slots(t.barriers, blocks)
-                places = m.row_cluster[t.issued.rows], slots, t.columns
-                np.maximum.at(m.clocks.published, places, t.times)
-            phases = m.mbarriers.deliver(t.barriers, blocks, t.size)
-            if m.proxy is not None and t.writes is not None:
-                t.phases = phases
-                m.proxy.completed(t.writes, phases + 1)
-                self.landed.append(t)
+                site = transfer.execution.site(np.argmax(gone))
+                numbers = f"a copy of {transfer.size:,} bytes"
+                machine.fail(MbarrierMisuse, what, site, numbers, "wait for the copy's phase first")
+            if transfer.issue_clocks is not None:
+                machine.mbarriers.late.delivered(transfer.barriers, blocks, transfer.issue_clocks)
+            if len(transfer.columns):
+                slots = machine.mbarriers.slots(transfer.barriers, blocks)
+                index = machine.row_cluster[transfer.issued.rows], slots, transfer.columns
+                np.maximum.at(machine.clocks.published, index, transfer.times)
+            phases = machine.mbarriers.deliver(transfer.barriers, blocks, transfer.size)
+            if machine.proxy is not None and transfer.writes is not None:
+                transfer.phases = phases
+                machine.proxy.completed(transfer.writes, phases + 1)
+                self.landed.append(transfer)
             return
-        for row in range(t.issued.n):
+        for row in range(transfer.issued.n):
             # Sequentially: boxes of different blocks may overlap.
-            here: Any = slice(None) if inside is None else inside[row]
-            data = shared.take(to[row][here])
-            if t.reduction is not None:
-                operation, kind = t.reduction
+            inside_units: Any = slice(None) if inside is None else inside[row]
+            data = shared.take(to[row][inside_units])
+            if transfer.reduction is not None:
+                operation, kind = transfer.reduction
                 if (operation, kind) == ("add", "f32"):
                     operation = FLUSHED_ADD
                 dtype = np.dtype("u2" if kind in ("f16", "bf16") else DTYPE[kind])
-                old = device.take(source[row][here]).view(dtype)
+                old = device.take(source[row][inside_units]).view(dtype)
                 data = np.asarray(combine(operation, kind, old, [data.view(dtype)]))
                 data = data.astype(dtype, copy=False).view(device.dtype)
-            device[source[row][here]] = data
+            device[source[row][inside_units]] = data
 
     def finish(self) -> None:
         """Executes the copies that are in flight when the blocks of the wave have ended."""
         unfinished_copies.wave_ends(self.machine)
-        for t in self.incoming + self.outgoing:
-            self.execute(t)
+        for transfer in self.incoming + self.outgoing:
+            self.execute(transfer)

@@ -54,13 +54,13 @@ class PendingArrival:
     Attributes:
         threads: which arrive, (k,), single ones; ``barriers``: the mbarrier of each.
         before: copies with lower numbers must be complete first.
-        known: clocks of the warps of the threads at the time of issue; None without checkers.
+        issue_clocks: of the warps of the threads at the time of issue; None without checkers.
     """
 
     threads: Execution
     barriers: Array
     before: int
-    known: Array | None
+    issue_clocks: Array | None
 
 
 class AsyncCopies:
@@ -73,45 +73,49 @@ class AsyncCopies:
         self.arrivals: list[PendingArrival] = []
         self.issued = 0
 
-    def issue(self, here: Execution, to: Any, source: Any, size: int, read: Any) -> None:
+    def issue(self, execution: Execution, to: Any, source: Any, size: int, read: Any) -> None:
         """Starts a copy of ``size`` bytes per lane, of which ``read`` come from global memory."""
-        m, rows = self.machine, here.cohort.rows
-        check_window(here, to, size, m.shared_size, "shared")
-        offset = here.spread(to + m.shared_base(here.cohort))
-        if here.lanes is not None:
-            here = here._replace(lanes=here.active)
-        if m.recorder is not None:
-            m.recorder.shared_access(here, to, size)
-        if m.shared_races:
-            m.shared_races.start_copy(here, offset, size)
-        data, reads = self._fetch(here, source, size, read)
+        machine, rows = self.machine, execution.cohort.rows
+        check_window(execution, to, size, machine.shared_size, "shared")
+        offset = execution.spread(to + machine.shared_base(execution.cohort))
+        if execution.lanes is not None:
+            execution = execution._replace(lanes=execution.active)
+        if machine.recorder is not None:
+            machine.recorder.shared_access(execution, to, size)
+        if machine.shared_races:
+            machine.shared_races.start_copy(execution, offset, size)
+        data, reads = self._fetch(execution, source, size, read)
         group, clock = self.committed[rows], np.zeros(len(rows), np.int64)
-        flight = PendingCopy(rows, here.lanes, offset, data, reads, group, size, self.issued, clock)
+        flight = PendingCopy(
+            rows, execution.lanes, offset, data, reads, group, size, self.issued, clock
+        )
         self.flights.append(flight)
         self.issued += 1
 
     def _fetch(
-        self, here: Execution, source: Any, size: int, read: Any
+        self, execution: Execution, source: Any, size: int, read: Any
     ) -> tuple[Array, CopySource | None]:
         """The data of a copy; bytes after the first ``read`` are zero and are not accessed.
 
         Also returns what is read, but for the lanes that read a part of ``size``.
         """
-        m, address, active = self.machine, here.spread(source), here.active
-        wanted = np.minimum(here.spread(read), size)
+        machine, address, active = self.machine, execution.spread(source), execution.active
+        wanted = np.minimum(execution.spread(read), size)
         whole, reads = wanted == size, None
-        out: Array = np.zeros((here.cohort.n, 32), ELEMENT[size])
+        out: Array = np.zeros((execution.cohort.n, 32), ELEMENT[size])
         some = None if whole.all() else whole & active
         if some is None or some.any():
-            loads = here if some is None else here._replace(lanes=some)
+            loads = execution if some is None else execution._replace(lanes=some)
             out = load_global(loads, address, size, False)
-            if m.global_races is not None:
-                reads = CopySource(m.memory.touched, address - m.memory.base, size, here.pc, some)
+            if machine.global_races is not None:
+                reads = CopySource(
+                    machine.memory.touched, address - machine.memory.base, size, execution.pc, some
+                )
         octets = out.view(np.uint8).reshape(-1, 32, size)
         for byte in range(size) if some is not None else ():
             part = ~whole & active & (wanted > byte)
             if part.any():
-                octets[..., byte] |= load_global(here._replace(lanes=part), address + byte, 1)
+                octets[..., byte] |= load_global(execution._replace(lanes=part), address + byte, 1)
         return out, reads
 
     def commit(self, cohort: Cohort, lanes: Any) -> None:
@@ -123,13 +127,13 @@ class AsyncCopies:
         if not self.flights:
             return
         limit = np.full(self.committed.shape, -1, np.int32)
-        here = self.committed[cohort.rows] - (-1 if left is None else left)
-        limit[cohort.rows] = np.where(active(cohort, lanes), here, -1)
+        group_limit = self.committed[cohort.rows] - (-1 if left is None else left)
+        limit[cohort.rows] = np.where(active(cohort, lanes), group_limit, -1)
         self._finish(lambda flight: flight.group < limit[flight.rows])
 
     def _finish(self, which: Callable[[PendingCopy], Array]) -> None:
         """Completes the copies of the lanes (n, 32) that ``which`` selects."""
-        kept = []
+        unfinished = []
         for flight in self.flights:
             done = which(flight)
             if flight.lanes is not None:
@@ -137,28 +141,30 @@ class AsyncCopies:
             if done.all():
                 self._complete(flight, None)
             elif not done.any():
-                kept.append(flight)
+                unfinished.append(flight)
             else:
                 self._complete(flight, done)
                 rest = ~done if flight.lanes is None else flight.lanes & ~done
                 if rest.any():
                     flight.lanes = rest
-                    kept.append(flight)
-        self.flights = kept
+                    unfinished.append(flight)
+        self.flights = unfinished
 
     def _complete(self, flight: PendingCopy, lanes: Array | None) -> None:
-        m = self.machine
+        machine = self.machine
         index, data = flight.to >> SHIFT[flight.size], flight.data
         if lanes is not None:
             index, data = index[lanes], data[lanes]
-        m.counters.shared_write_bytes += data.size * flight.size
-        m.shared.view[flight.size][index] = data
-        if m.shared_races:
-            m.shared_races.finish_copy(flight.rows, flight.to, flight.size, lanes, flight.clock)
+        machine.counters.shared_write_bytes += data.size * flight.size
+        machine.shared.view[flight.size][index] = data
+        if machine.shared_races:
+            machine.shared_races.finish_copy(
+                flight.rows, flight.to, flight.size, lanes, flight.clock
+            )
         self._note_source(flight, lanes)
 
     def _note_source(self, flight: PendingCopy, lanes: Array | None) -> None:
-        """The source of a copy has been read in these lanes (n, 32); None: in all."""
+        """Records that the source of a copy has been read in these lanes (n, 32); None: in all."""
         source, races = flight.source, self.machine.global_races
         if source is None or races is None:
             return
@@ -168,8 +174,10 @@ class AsyncCopies:
             rows, clock = np.repeat(flight.rows, 32), np.repeat(flight.clock, 32)
             races.note_copy(source, rows, source.offsets.reshape(-1), clock)
             return
-        place, _ = np.nonzero(lanes)
-        races.note_copy(source, flight.rows[place], source.offsets[lanes], flight.clock[place])
+        row_index, _ = np.nonzero(lanes)
+        races.note_copy(
+            source, flight.rows[row_index], source.offsets[lanes], flight.clock[row_index]
+        )
 
     def finish(self) -> None:
         """Called when the blocks of the wave have ended: what they read stays read."""
@@ -178,31 +186,31 @@ class AsyncCopies:
 
     # ---- arrivals at mbarriers
 
-    def arrive(self, here: Execution, address: Any, counted: bool) -> None:
+    def arrive(self, execution: Execution, address: Any, counted: bool) -> None:
         """cp.async.mbarrier.arrive; ``counted``: mbarrier.init counts this arrival (.noinc)."""
-        m, cohort = self.machine, here.cohort
-        place, lane, numbers, blocks = m.mbarriers.find(here, address)
-        if not len(place):
+        machine, cohort = self.machine, execution.cohort
+        cohort_row, lane, numbers, blocks = machine.mbarriers.find(execution, address)
+        if not len(cohort_row):
             return
         if not counted:
-            np.add.at(m.mbarriers.pending, (numbers, blocks), 1)
-        known = None
-        if m.shared_races:
-            clocks, rows = m.clocks, cohort.rows[np.unique(place)]
-            known = clocks.of(cohort.rows[place])
+            np.add.at(machine.mbarriers.pending, (numbers, blocks), 1)
+        issue_clocks = None
+        if machine.shared_races:
+            clocks, rows = machine.clocks, cohort.rows[np.unique(cohort_row)]
+            issue_clocks = clocks.copy_of(cohort.rows[cohort_row])
             for flight in self.flights:
                 first = np.isin(flight.rows, rows) & (flight.clock == 0)
                 flight.clock[first] = clocks.clock[flight.rows[first]]
             clocks.tick(rows)
-        threads = here._replace(cohort=SingleThreads(cohort, place, lane), lanes=None)
-        self.arrivals.append(PendingArrival(threads, numbers, self.issued, known))
+        threads = execution._replace(cohort=SingleThreads(cohort, cohort_row, lane), lanes=None)
+        self.arrivals.append(PendingArrival(threads, numbers, self.issued, issue_clocks))
 
-    def execute(self, one: PendingArrival) -> None:
+    def execute(self, arrival: PendingArrival) -> None:
         """Executes a pending arrival."""
-        self.arrivals.remove(one)
-        threads = one.threads.cohort
+        self.arrivals.remove(arrival)
+        threads = arrival.threads.cohort
         assert isinstance(threads, SingleThreads)
         chosen = np.zeros(self.committed.shape, bool)
         chosen[threads.rows, threads.lane] = True
-        self._finish(lambda f: chosen[f.rows] & (f.number < one.before))
-        self.machine.mbarriers.arrive_later(one.threads, one.barriers, one.known)
+        self._finish(lambda f: chosen[f.rows] & (f.number < arrival.before))
+        self.machine.mbarriers.arrive_later(arrival.threads, arrival.barriers, arrival.issue_clocks)

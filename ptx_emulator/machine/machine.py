@@ -44,13 +44,15 @@ def blocks_by_cluster(grid: tuple[int, int, int], cluster: tuple[int, int, int])
 class Machine(Scheduler):
     """Creates the state of a launch and of each wave of blocks, and runs the waves."""
 
-    def __init__(self, segments: Segments, config: LaunchConfig, given: DeviceArguments) -> None:
+    def __init__(
+        self, segments: Segments, config: LaunchConfig, arguments: DeviceArguments
+    ) -> None:
         program = segments.program
         self.segments, self.program, self.config = segments, program, config
         self.cluster_size = math.prod(config.cluster)
-        self.memory = given.memory
-        self.maps = TensorMaps(self, given.maps, given.started)
-        self.parameters = np.frombuffer(given.parameters.ljust(16, b"\0"), np.uint8)
+        self.memory = arguments.memory
+        self.maps = TensorMaps(self, arguments.maps, arguments.started)
+        self.parameters = np.frombuffer(arguments.parameters.ljust(16, b"\0"), np.uint8)
         seed = config.order_seed
         self.random = random.Random(seed) if seed is not None else None
         self.steps = 0
@@ -90,8 +92,8 @@ class Machine(Scheduler):
         return self.counters
 
     def footprint(self) -> Footprint | None:
-        """What a launch that overlaps this one, which has run, must not meet; None where none may:
-        this one lets no other start before its end."""
+        """The accesses of this launch, which has run, for a launch that overlaps it; None if this
+        launch lets no other start before its end."""
         if not self.program.starts_dependents:
             return None
         return Footprint(self, self.dependent.leaves if self.dependent else None)
@@ -166,7 +168,7 @@ class Machine(Scheduler):
         return np.uint32(time >> 32 if kind == "hi" else time & 0xFFFFFFFF)
 
     def fence_proxy(self, cohort: Cohort, lanes: Any, space: str) -> None:
-        """fence.proxy.async for one state space, or all; one by one lane is valid for its warp."""
+        """fence.proxy.async for one state space, or all; by one lane, it is valid for its warp."""
         if self.proxy is None:
             return
         rows = rows_of(cohort, lanes)

@@ -72,14 +72,14 @@ def encoded(tensor: TensorMap, base: int) -> bytes:
 class TensorMaps:
     """The tensor maps of a wave, by their addresses."""
 
-    def __init__(self, machine: Wave, known: list[int], started: dict[int, bytes]) -> None:
+    def __init__(self, machine: Wave, addresses: list[int], started: dict[int, bytes]) -> None:
         self.machine = machine
-        self._known = known  # addresses of the maps among the arguments
+        self._addresses = addresses  # addresses of the maps among the arguments
         self._started = started  # bytes of those in global memory at the start of the launch
         self._decoded: dict[bytes, PlacedMap] = {}
         self._acquired: dict[tuple[int, int], bytes] = {}  # (warp, address) -> bytes it has seen
 
-    def at(self, site: Site, address: int) -> PlacedMap:
+    def map_at(self, site: Site, address: int) -> PlacedMap:
         """The map at a generic address.
 
         Raises:
@@ -87,29 +87,29 @@ class TensorMaps:
             Misaligned, OutOfBounds: its address, or where its tensor lies.
             FenceError: the kernel has changed it, and this warp has not executed the fence.
         """
-        m = self.machine
+        machine = self.machine
         data = self._bytes(address)
         if data is None or not data.startswith(_MARK.to_bytes(4, "little")):
             what = "no tensor map lies at this address"
             numbers = f"address {address:#x}; maps among the arguments: "
-            numbers += ", ".join(f"{at:#x}" for at in self._known) or "none"
+            numbers += ", ".join(map(hex, self._addresses)) or "none"
             way_out = "pass an emulator.TensorMap as a __grid_constant__ parameter, or for a "
             way_out += "pointer, and use its address"
-            m.fail(LaunchArguments, what, site, numbers, way_out)
+            machine.fail(LaunchArguments, what, site, numbers, way_out)
         if address % _LEAST_ALIGN:
             what = "a tensor map at an address that is not aligned"
             numbers = f"address {address:#x} is {address % _LEAST_ALIGN} mod {_LEAST_ALIGN}"
             way_out = f"align CUtensorMap to {_LEAST_ALIGN} bytes, or to 128 as CUDA 13 does"
-            m.fail(Misaligned, what, site, numbers, way_out)
-        if m.config.check and not in_parameters(address):
+            machine.fail(Misaligned, what, site, numbers, way_out)
+        if machine.config.check and not in_parameters(address):
             row = int(site.cohort.rows[site.row])
             seen = self._acquired.get((row, address), self._started.get(address))
             if seen != data:
                 what = "a tensor map that the kernel has written is used without a proxy fence"
-                numbers = f"the map at {m.memory.describe(address)}"
+                numbers = f"the map at {machine.memory.describe(address)}"
                 way_out = "execute fence.proxy.tensormap::generic.acquire.gpu [map], 128 in the "
                 way_out += "warp that uses it, after the release fence of the warp that wrote it"
-                m.fail(FenceError, what, site, numbers, way_out)
+                machine.fail(FenceError, what, site, numbers, way_out)
         placed = self._decoded.get(data)
         if placed is None:
             if len(self._decoded) >= _KEPT:
@@ -119,17 +119,17 @@ class TensorMaps:
 
     def _bytes(self, address: int) -> bytes | None:
         """The 128 bytes at an address of the parameters or of global memory."""
-        m = self.machine
+        machine = self.machine
         if in_parameters(address):
-            at = address - PARAM_WINDOW
-            return m.parameters[at : at + MAP_BYTES].tobytes()
-        place = m.memory.find(address)
-        if place < 0 or address + MAP_BYTES > m.memory.ends[place]:
+            offset = address - PARAM_WINDOW
+            return machine.parameters[offset : offset + MAP_BYTES].tobytes()
+        allocation_index = machine.memory.find(address)
+        if allocation_index < 0 or address + MAP_BYTES > machine.memory.ends[allocation_index]:
             return None
-        return m.memory.span(address, MAP_BYTES).tobytes()
+        return machine.memory.span(address, MAP_BYTES).tobytes()
 
     def _decode(self, site: Site, data: bytes) -> PlacedMap:
-        m = self.machine
+        machine = self.machine
         _, rank, kind, interleave, swizzle, fill, base, *rest = _FORM.unpack(data)
         rank, before, size = rank + 1, rest[14], rest[15]
         strides, dims, box = rest[:4], rest[4:9], rest[9:14]
@@ -139,7 +139,7 @@ class TensorMaps:
             numbers = f"rank {rank}, element type {kind}, interleave {interleave}, swizzle "
             numbers += f"{swizzle}, fill mode {fill}"
             way_out = "use a tiled map without interleave that fills with zeros"
-            m.fail(LaunchArguments, what, site, numbers, way_out)
+            machine.fail(LaunchArguments, what, site, numbers, way_out)
         try:
             sizes = tuple(side or 1 << 32 for side in dims[:rank])
             parts = sizes, tuple(strides[: rank - 1]), tuple(box[:rank])
@@ -148,59 +148,60 @@ class TensorMaps:
         except LaunchError as problem:
             what = "a tensor map in device memory that the driver would reject"
             way_out = "check the fields that tensormap.replace has written"
-            m.fail(LaunchArguments, what, site, f"{problem.what}: {problem.numbers}", way_out)
-        place = m.memory.find(base)
-        inside = place >= 0 and base + spec.span_bytes <= m.memory.ends[place]
+            machine.fail(LaunchArguments, what, site, f"{problem.what}: {problem.numbers}", way_out)
+        allocation_index = machine.memory.find(base)
+        end = base + spec.span_bytes
+        inside = allocation_index >= 0 and end <= machine.memory.ends[allocation_index]
         if not before and not spec.wraps_around and not inside:
             what = "the tensor of a tensor map does not lie in a buffer"
-            numbers = f"{spec.span_bytes:,} bytes at {m.memory.describe(base)}"
+            numbers = f"{spec.span_bytes:,} bytes at {machine.memory.describe(base)}"
             way_out = "check the address, the dimensions and the strides that the kernel has "
             way_out += "written"
-            m.fail(OutOfBounds, what, site, numbers, way_out)
+            machine.fail(OutOfBounds, what, site, numbers, way_out)
         return PlacedMap(spec, base, size, before)
 
     # ---- what kernels do with maps in memory
 
-    def fence(self, here: Execution, address: Any) -> None:
+    def fence(self, execution: Execution, address: Any) -> None:
         """fence.proxy.tensormap with acquire: warps see what has been released of the maps."""
-        for place, lane in np.argwhere(here.active).tolist():
-            at = int(here.spread(address)[place, lane])
-            data = self._bytes(at)
+        for cohort_row, lane in np.argwhere(execution.active).tolist():
+            map_address = int(execution.spread(address)[cohort_row, lane])
+            data = self._bytes(map_address)
             if data is not None:
-                self._acquired[int(here.cohort.rows[place]), at] = data
+                self._acquired[int(execution.cohort.rows[cohort_row]), map_address] = data
 
     def replace(
-        self, here: Execution, where: tuple[str, Any], field: tuple[str, int], value: Any
+        self, execution: Execution, location: tuple[str, Any], field: tuple[str, int], value: Any
     ) -> None:
-        """tensormap.replace; a kernel may make a map by replacing all fields of one of zeros.
+        """tensormap.replace; a kernel may make a map by replacing all fields of a map of zeros.
 
         Args:
-            where: the state space, and the address of the map.
+            location: the state space, and the address of the map.
             field: name and index of the field, see `FIELDS`.
         """
-        space, address = where
+        space, address = location
         offset, size, count = FIELDS[field[0]]
         if not 0 <= field[1] < count:
             what = "tensormap.replace of an entry that the field does not have"
             numbers = f"entry {field[1]} of .{field[0]}, which has {count}"
             way_out = "count entries from 0, the innermost dimension"
-            self.machine.fail(LaunchArguments, what, here.site(), numbers, way_out)
+            self.machine.fail(LaunchArguments, what, execution.site(), numbers, way_out)
         store = memory.store_shared if space == "shared" else memory.store_global
-        store(here, here.spread(address), np.uint32(_MARK), 4)
+        store(execution, execution.spread(address), np.uint32(_MARK), 4)
         if field[0] == "element_stride":
-            if here.any(strided := here.spread(value) != 1):
+            if execution.any(strided := execution.spread(value) != 1):
                 what = "the emulator does not support element strides other than 1"
                 numbers, way_out = f"of dimension {field[1]}", "copy the elements in between, too"
-                self.machine.fail(LaunchArguments, what, here.first(strided), numbers, way_out)
+                self.machine.fail(LaunchArguments, what, execution.first(strided), numbers, way_out)
             return
-        at = here.spread(address) + offset + size * field[1]
+        entry_address = execution.spread(address) + offset + size * field[1]
         kind = np.uint64 if size == 8 else np.uint32
-        store(here, at, np.asarray(value).astype(kind), size)
+        store(execution, entry_address, np.asarray(value).astype(kind), size)
 
-    def copy(self, here: Execution, to: Any, source: Any) -> None:
+    def copy(self, execution: Execution, to: Any, source: Any) -> None:
         """tensormap.cp_fenceproxy: the 128 bytes of a map from shared to global memory."""
-        first = here.cohort.full_mask().argmax(axis=1)[:, None] == LANES
-        one = here._replace(lanes=first)
+        first = execution.cohort.full_mask().argmax(axis=1)[:, None] == LANES
+        one_lane = execution._replace(lanes=first)
         for offset in range(0, MAP_BYTES, 16):
-            data = memory.load_shared(one, here.spread(source) + offset, 16)
-            memory.store_global(one, here.spread(to) + offset, data, 16)
+            data = memory.load_shared(one_lane, execution.spread(source) + offset, 16)
+            memory.store_global(one_lane, execution.spread(to) + offset, data, 16)

@@ -35,7 +35,7 @@ class RegisterPool:
 
     def change(self, cohort: Cohort, count: int, grow: bool, pc: int) -> None:
         """setmaxnreg by whole warpgroups; a cohort that has to wait executes it again later."""
-        m = self.machine
+        machine = self.machine
         cohort.pc = pc + 1
         if not self.at_entry:
             return
@@ -46,29 +46,32 @@ class RegisterPool:
             numbers = f"{held[wrong][0]} per thread now, {count} requested; at the start "
             numbers += f"{self.at_entry}, by the launch bounds and the largest setmaxnreg"
             way_out = "use the other form of setmaxnreg, or change the launch bounds"
-            m.fail(EmulatorError, what, Site(cohort, pc, int(np.argmax(wrong))), numbers, way_out)
-        served = np.zeros(cohort.n, bool)
+            machine.fail(
+                EmulatorError, what, Site(cohort, pc, int(np.argmax(wrong))), numbers, way_out
+            )
+        granted = np.zeros(cohort.n, bool)
         for first in range(0, cohort.n, 4):
             group = slice(first, first + 4)
-            block = int(m.row_block[cohort.rows[first]])
+            block = int(machine.row_block[cohort.rows[first]])
             more = 4 * (count - int(held[first]))
             if more <= self.free[block]:
                 self.free[block] -= more
                 self.held[cohort.rows[group]] = count
-                served[group] = True
-        m.hold(cohort, served, pc, WaitsForRegisters(pc, count), pc + 1)
+                granted[group] = True
+        machine.hold(cohort, granted, pc, WaitsForRegisters(pc, count), pc + 1)
         if not grow:
-            m.wake(WaitsForRegisters)
+            machine.wake(WaitsForRegisters)
 
-    def describe(self, c: Cohort) -> list[str]:
+    def describe(self, cohort: Cohort) -> list[str]:
         """What a waiting cohort waits for, for the deadlock report."""
-        m, pc = self.machine, c.waits.pc
-        block = int(m.row_block[c.rows[0]])
-        held = int(self.held[c.rows[0]])
+        machine, pc = self.machine, cohort.waits.pc
+        block = int(machine.row_block[cohort.rows[0]])
+        held = int(self.held[cohort.rows[0]])
+        warps, instruction = machine.warps_text(cohort.rows), machine.program.describe(pc)
         return [
-            f"{m.warps_text(c.rows)}, waits for registers: {c.waits.count} per thread requested, "
+            f"{warps}, waits for registers: {cohort.waits.count} per thread requested, "
             f"{held} held; the block started with {self.at_entry} per thread, and "
-            f"{int(self.free[block])} per lane of one warp are free; {m.program.describe(pc)}"
+            f"{int(self.free[block])} per lane of one warp are free; {instruction}"
         ]
 
 

@@ -47,33 +47,35 @@ class Scheduler(Wave):
 
     # ---- scheduling
 
-    def _run(self, c: Cohort) -> None:
+    def _run(self, cohort: Cohort) -> None:
         """Executes one segment of a cohort."""
         program, counters, recorder = self.program, self.counters, self.recorder
         check = self.config.check
-        found = self.segments.at(c.pc, c.mask is not None, check, recorder is not None)
+        segment = self.segments.segment_at(
+            cohort.pc, cohort.mask is not None, check, recorder is not None
+        )
         self.steps += 1
         if self.steps > self.config.step_limit:
-            self._too_many_steps(c)
-        c.age, self.changed = self.steps, False
-        mask, rows, others = c.mask, c.n, len(self.cohorts)
+            self._too_many_steps(cohort)
+        cohort.age, self.changed = self.steps, False
+        mask, rows, others = cohort.mask, cohort.n, len(self.cohorts)
         try:
-            if found.run(self, c):
+            if segment.run(self, cohort):
                 return
         except EmulatorError:
             raise
         except Exception as problem:
             if hasattr(problem, "add_note"):
-                near = program.source_line(found.start)
+                near = program.source_line(segment.start)
                 problem.add_note(f"while emulating {program.name} near {near}")
             raise
-        spin = program.repeats.spins.get(found.start)
-        c.polls |= spin is not None
-        stays = spin is not None and program.repeats.spins.get(c.pc) == spin
-        stays = stays and rows == c.n and mask is c.mask and others == len(self.cohorts)
+        spin = program.repeats.spins.get(segment.start)
+        cohort.polls |= spin is not None
+        stays = spin is not None and program.repeats.spins.get(cohort.pc) == spin
+        stays = stays and rows == cohort.n and mask is cohort.mask and others == len(self.cohorts)
         stays = stays and not self.changed
         self.idle_steps = self.idle_steps + 1 if stays else 0  # of nothing but polling
-        key = (found.start, found.end)
+        key = (segment.start, segment.end)
         counters.segments[key] = counters.segments.get(key, 0) + rows
         counters.segment_runs += 1
         if recorder is not None:
@@ -108,10 +110,11 @@ class Scheduler(Wave):
         same = [c for c in self.cohorts if c.pc == pc and c.waits is None]
         # Lanes that wait for the rest of their warp are merged if a part of the rest is here. Other
         # waiting warps are not: they would have to wait again, and the merged cohort with them.
-        for c in self.cohorts:
-            waits = c.pc == pc and isinstance(c.waits, WaitsForWarp)
-            if waits and any(np.isin(c.waits.partners(c.rows), o.rows).any() for o in same):
-                same.append(c)
+        for cohort in self.cohorts:
+            if cohort.pc == pc and isinstance(cohort.waits, WaitsForWarp):
+                partners = cohort.waits.partners(cohort.rows)
+                if any(np.isin(partners, other.rows).any() for other in same):
+                    same.append(cohort)
         if len(same) == 1:
             return chosen
         merged = merge(same, self.program.live_list(pc))
@@ -131,29 +134,29 @@ class Scheduler(Wave):
 
         Copies arrive when all poll. The loops of some are long: they need not poll all at once.
         """
-        busy = [c for c in runnable if not c.polls]
-        all_failed = all(c.polls or c.failed for c in runnable)
-        for c in runnable:
-            c.polls = False
-            c.failed &= not all_failed
+        busy = [cohort for cohort in runnable if not cohort.polls]
+        all_failed = all(cohort.polls or cohort.failed for cohort in runnable)
+        for cohort in runnable:
+            cohort.polls = False
+            cohort.failed &= not all_failed
         if all_failed and not self._deliver() and not busy and self.dependent:
             self.dependent.release()
         return busy or runnable
 
     def _deliver(self) -> bool:
-        """Executes copies into shared memory, and arrivals that copies delay: all of them, or with
-        a seed one of each.
+        """Executes copies into shared memory, and arrivals that wait for copies: all of them, or
+        with a seed one of each kind.
 
         Returns:
             Whether there were any.
         """
-        found = False
+        delivered = False
         pairs: Any = ((self.bulk, self.bulk.incoming), (self.copies, self.copies.arrivals))
         for part, pending in pairs:
-            found |= bool(pending)
-            for one in [self.random.choice(pending)] if self.random and pending else list(pending):
-                part.execute(one)
-        return found
+            delivered |= bool(pending)
+            for item in [self.random.choice(pending)] if self.random and pending else list(pending):
+                part.execute(item)
+        return delivered
 
     def _meet_at_warp_barriers(self) -> bool:
         """Lets lanes of a warp go on that wait for each other at different bar.warp.sync.
@@ -161,25 +164,24 @@ class Scheduler(Wave):
         Returns:
             Whether there were any.
         """
-        lanes: dict[tuple[int, bytes], Array] = {}
+        lanes: dict[tuple[int, bytes], Array] = {}  # by warp and the lanes that it needs
         waiting = []
-        for c in self.cohorts:
-            if isinstance(c.waits, WaitsForWarp) and is_warp_barrier(self.program.code[c.waits.pc]):
-                whom = [
-                    (row, n.tobytes())
-                    for row, n in zip(c.rows.tolist(), c.waits.needed, strict=True)
-                ]
-                waiting.append((c, whom))
-                for one, mask in zip(whom, c.full_mask(), strict=True):
-                    lanes[one] = lanes.get(one, False) | mask
-        met = {one for one, there in lanes.items() if there.tobytes() == one[1]}
-        for c, whom in waiting if met else ():
-            free = np.array([one in met for one in whom])
-            waits, part = c.waits, c
+        for cohort in self.cohorts:
+            waits = cohort.waits
+            if isinstance(waits, WaitsForWarp) and is_warp_barrier(self.program.code[waits.pc]):
+                needed = [lanes_needed.tobytes() for lanes_needed in waits.needed]
+                meetings = list(zip(cohort.rows.tolist(), needed, strict=True))
+                waiting.append((cohort, meetings))
+                for meeting, mask in zip(meetings, cohort.full_mask(), strict=True):
+                    lanes[meeting] = lanes.get(meeting, False) | mask
+        met = {meeting for meeting, present in lanes.items() if present.tobytes() == meeting[1]}
+        for cohort, meetings in waiting if met else ():
+            free = np.array([meeting in met for meeting in meetings])
+            waits, part = cohort.waits, cohort
             if not free.any():
                 continue
             if not free.all():
-                part, rest = self.split(c, free, c.pc, c.pc)
+                part, rest = self.split(cohort, free, cohort.pc, cohort.pc)
                 rest.waits = WaitsForWarp(waits.pc, waits.needed[~free])
             part.pc, part.waits = waits.pc + 1, None
             if self.shared_races:
@@ -327,8 +329,8 @@ class Scheduler(Wave):
         first = rows - (self.row_warp[rows] & 3)
         members = first[:, None] + np.arange(4)
         inside = (self.row_warp[first] + 4 <= self.warps)[:, None]
-        there = np.where(inside, members, first[:, None])
-        gone = ~inside[:, 0] | ~self.alive[there].all(axis=(1, 2))
+        existing = np.where(inside, members, first[:, None])
+        gone = ~inside[:, 0] | ~self.alive[existing].all(axis=(1, 2))
         if gone.any():
             self._fail_incomplete(cohort, pc, int(np.argmax(gone)))
         complete: Array = np.asarray(np.isin(members, rows).all(axis=1))
@@ -350,10 +352,11 @@ class Scheduler(Wave):
 
     # ---- errors that concern the whole machine
 
-    def _too_many_steps(self, c: Cohort) -> None:
+    def _too_many_steps(self, cohort: Cohort) -> None:
         numbers = f"{self.steps:,} segments executed, limit {self.config.step_limit:,}"
         way_out = "look for an endless loop, or raise step_limit of emulator.launch"
-        self.fail(StepLimit, "the launch does not come to an end", Site(c, c.pc), numbers, way_out)
+        site = Site(cohort, cohort.pc)
+        self.fail(StepLimit, "the launch does not come to an end", site, numbers, way_out)
 
     def _report_deadlock(self) -> NoReturn:
         """Reports what each cohort waits for, when no cohort can run.
@@ -370,38 +373,39 @@ class Scheduler(Wave):
             WaitsForPhase: self.mbarriers.describe,
             WaitsForRegisters: self.registers.describe,
         }
-        for c in self.cohorts:
-            if type(c.waits) in described:
-                lines += described[type(c.waits)](c)
+        for cohort in self.cohorts:
+            if type(cohort.waits) in described:
+                lines += described[type(cohort.waits)](cohort)
                 continue
-            lanes, alive = ranges_text(c.full_mask()[0]), ranges_text(self.alive[int(c.rows[0])])
-            who = f"{self.warps_text(c.rows)}, lanes {lanes} of {alive},"
-            if c.waits is None:
-                pc = self.program.repeats.spins.get(c.pc, c.pc)
-                lines.append(f"{who} poll at {self.program.describe(pc)}")
+            lanes = ranges_text(cohort.full_mask()[0])
+            alive = ranges_text(self.alive[int(cohort.rows[0])])
+            lanes_text = f"{self.warps_text(cohort.rows)}, lanes {lanes} of {alive},"
+            if cohort.waits is None:
+                pc = self.program.repeats.spins.get(cohort.pc, cohort.pc)
+                lines.append(f"{lanes_text} poll at {self.program.describe(pc)}")
                 continue
-            pc = c.waits.pc
+            pc = cohort.waits.pc
             # The first one in program order is inside the branch; the others wait at the point of
             # reconvergence.
-            if not self._comes(c) and (partial is None or pc < partial.waits.pc):
-                partial = c
-            lines.append(f"{who} wait at {self.program.describe(pc)}")
+            if not self._comes(cohort) and (partial is None or pc < partial.waits.pc):
+                partial = cohort
+            lines.append(f"{lanes_text} wait at {self.program.describe(pc)}")
         if partial is not None:
             pc, whole = partial.waits.pc, partial.waits.whole
             what = f"only a part of a {whole} reached an instruction that the whole {whole} must "
-            where = self.place(int(partial.rows[0]), None, pc)
+            where = self.location(int(partial.rows[0]), None, pc)
             way = f"move it out of the divergent branch, or make the branch uniform in the {whole}"
             numbers = "\n".join(lines)
             raise BarrierDivergence(what + "execute", where=where, numbers=numbers, way_out=way)
         # A wait for the rest of a warp is a consequence of what the rest waits for.
-        causes = [c for c in self.cohorts if not isinstance(c.waits, WaitsForWarp)]
-        polls = [c for c in causes if c.waits is None]
+        causes = [cohort for cohort in self.cohorts if not isinstance(cohort.waits, WaitsForWarp)]
+        polls = [cohort for cohort in causes if cohort.waits is None]
         first = (polls or causes or self.cohorts)[0]
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more like these"]
         what = "deadlock: every warp waits and none can be released"
         pc = self.program.repeats.spins.get(first.pc, first.pc) if polls else first.waits.pc
-        where = self.place(int(first.rows[0]), None, pc)
+        where = self.location(int(first.rows[0]), None, pc)
         way = "check that all warps that a barrier counts arrive at it, and that as many bytes are "
         way += "copied as an mbarrier expects"
         if polls:
@@ -409,10 +413,8 @@ class Scheduler(Wave):
             way += "it does not wait for this one itself"
         raise DeadlockError(what, where=where, numbers="\n".join(lines), way_out=way)
 
-    def _comes(self, c: Cohort) -> bool:
-        """Whether the lanes that ``c`` waits for wait at an mbarrier or poll themselves."""
-        partners = c.waits.partners(c.rows)
-        waiting = (
-            o.rows for o in self.cohorts if o.waits is None or isinstance(o.waits, WaitsForPhase)
-        )
-        return any(np.isin(partners, rows).any() for rows in waiting)
+    def _comes(self, cohort: Cohort) -> bool:
+        """Whether the lanes that ``cohort`` waits for wait at an mbarrier or poll themselves."""
+        partners = cohort.waits.partners(cohort.rows)
+        others = [o for o in self.cohorts if o.waits is None or isinstance(o.waits, WaitsForPhase)]
+        return any(np.isin(partners, other.rows).any() for other in others)

@@ -127,8 +127,8 @@ def _cut_boxes(spec: TensorMapSpec, base: int, coordinates: Array, start: Array)
     size = spec.element_bytes
     index = _rows(spec.box)
     valid = np.ones((count, index.shape[1]), bool)
-    for place, limit in enumerate(spec.dims[1:]):
-        along = coordinates[:, place + 1, None] + index[place]
+    for outer, limit in enumerate(spec.dims[1:]):
+        along = coordinates[:, outer + 1, None] + index[outer]
         valid &= (along >= 0) & (along < limit)
     low = np.clip(-coordinates[:, 0] * size, 0, spec.inner_bytes)
     high = np.clip((spec.dims[0] - coordinates[:, 0]) * size, 0, spec.inner_bytes)
@@ -172,7 +172,7 @@ def _units(spec: TensorMapSpec, unit: int) -> Array:
     return offsets.reshape(-1)
 
 
-def places(spec: TensorMapSpec, shared: Array, unit: int) -> Array:
+def shared_offsets(spec: TensorMapSpec, shared: Array, unit: int) -> Array:
     """Offsets in a block's shared memory of the units of boxes at ``shared`` (copies,)."""
     low = shared & (_PERIOD - 1)
     if (low == low[0]).all():

@@ -97,15 +97,15 @@ class WgmmaChain:
         """
         warps, view = 4 * len(self.groups), machine.shared.view[16]
         accumulators = self.start
-        at = 0
-        while at < count:
-            first = self.steps[at]
-            end = at + 1
+        index = 0
+        while index < count:
+            first = self.steps[index]
+            end = index + 1
             # Accumulators of float16 are rounded, and integers clamped, after every instruction.
             fuses = first.form.sums == "f32"
             while end < count and fuses and first.joins(self.steps[end]):
                 end += 1
-            run = self.steps[at:end]
+            run = self.steps[index:end]
             a, b = [step.a for step in run], [step.b for step in run]
             if first.adds is not None and accumulators is not None:
                 keep = np.repeat(first.adds, 4)[:, None]
@@ -124,7 +124,7 @@ class WgmmaChain:
                 accumulators = list(product) if model else add_single(product, start)
             if half:
                 accumulators = join_halves(accumulators)
-            at = end
+            index = end
         return list(accumulators or ())
 
 
@@ -154,8 +154,8 @@ class Warpgroups:
 
     def groups_of(self, rows: Array) -> Array:
         """Number in the wave of the warpgroup of each warp (n,)."""
-        m = self.machine
-        return m.row_block[rows] * self.per_block + m.row_warp[rows] // 4  # type: ignore[no-any-return]
+        machine = self.machine
+        return machine.row_block[rows] * self.per_block + machine.row_warp[rows] // 4  # type: ignore[no-any-return]
 
     def numbers(self, cohort: Cohort) -> Array:
         """The warpgroups (g,) of a cohort that consists of whole warpgroups."""
@@ -165,138 +165,140 @@ class Warpgroups:
 
     # ---- issue
 
-    def issue(self, here: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, c: Any) -> None:
+    def issue(
+        self, execution: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, c: Any
+    ) -> None:
         """Starts wgmma.mma_async.
 
         Args:
-            here: by whole warpgroups.
+            execution: by whole warpgroups.
             a: descriptor, or four registers.
             b: descriptor.
             adds: scale-d.
             c: values of the accumulators; None if a chain with all of them is in flight.
         """
-        groups = self.numbers(here.cohort)
+        groups = self.numbers(execution.cohort)
         if self.machine.shared_races is not None:
-            self.machine.mbarriers.late.wgmma(here.cohort.rows)
-        left = a if form.fragments else self._operand(here, groups, a, form, 0)
-        right = self._operand(here, groups, b, form, 1)
-        some = self._alike(here, adds, "scale-d")
+            self.machine.mbarriers.late.wgmma(execution.cohort.rows)
+        left = a if form.fragments else self._operand(execution, groups, a, form, 0)
+        right = self._operand(execution, groups, b, form, 1)
+        some = self._uniform(execution, adds, "scale-d")
         add = None if some.all() else some
-        step = IssuedWgmma(form, left, right, add, self.committed[groups], here.pc)
-        chains = self._claim(here, groups, form)
+        step = IssuedWgmma(form, left, right, add, self.committed[groups], execution.pc)
+        chains = self._claim(execution, groups, form)
         inside = sum(len(chain.groups) for chain in chains)
         if inside < len(groups):
             fresh = WgmmaChain(form.registers, groups, list(c), [])
             if chains:
-                taken = np.concatenate([chain.groups for chain in chains])
-                fresh = fresh.part(~np.isin(groups, taken))
+                claimed = np.concatenate([chain.groups for chain in chains])
+                fresh = fresh.part(~np.isin(groups, claimed))
             chains.append(fresh)
             self.chains.append(fresh)
         for chain in chains:
             whole = len(chain.groups) == len(groups)
             chain.append(step if whole else step.part(np.isin(groups, chain.groups)))
 
-    def _claim(self, here: Execution, groups: Array, form: WgmmaForm) -> list[WgmmaChain]:
+    def _claim(self, execution: Execution, groups: Array, form: WgmmaForm) -> list[WgmmaChain]:
         """The chains in flight with the accumulators of ``groups``, cut to these warpgroups."""
-        found = []
+        claimed = []
         for chain in list(self.chains):
             same = chain.registers == form.registers
             if not same and set(chain.registers).isdisjoint(form.registers):
                 continue
-            mine, _ = self._cut(chain, groups)
-            if mine is None:
+            part, _ = self._cut(chain, groups)
+            if part is None:
                 continue
             if not same:
                 register = min(set(chain.registers).intersection(form.registers))
-                by, use = chain.steps[-1].pc, "an accumulator, with a different shape,"
-                self.order.fail_in_flight(here.site(), register, by, use)
-            found.append(mine)
-        return found
+                pc, use = chain.steps[-1].pc, "an accumulator, with a different shape,"
+                self.order.fail_in_flight(execution.site(), register, pc, use)
+            claimed.append(part)
+        return claimed
 
     def _cut(self, chain: WgmmaChain, groups: Array) -> tuple[WgmmaChain | None, WgmmaChain | None]:
         """The parts of a chain that belong to ``groups`` and to other warpgroups."""
         if len(chain.groups) == len(groups) and (chain.groups == groups).all():
             return chain, None
-        mine = np.isin(chain.groups, groups)
-        if mine.all():
+        belongs = np.isin(chain.groups, groups)
+        if belongs.all():
             return chain, None
-        if not mine.any():
+        if not belongs.any():
             return None, chain
-        here, rest = chain.part(mine), chain.part(~mine)
-        at = self.chains.index(chain)
-        self.chains[at : at + 1] = [here, rest]
-        return here, rest
+        cut, rest = chain.part(belongs), chain.part(~belongs)
+        index = self.chains.index(chain)
+        self.chains[index : index + 1] = [cut, rest]
+        return cut, rest
 
-    def _alike(self, here: Execution, value: Any, what: str) -> Array:
+    def _uniform(self, execution: Execution, value: Any, name: str) -> Array:
         """The value (g,) of an operand that must be the same in all lanes of a warpgroup."""
-        n = here.cohort.n
+        n = execution.cohort.n
         if value.ndim == 0:
             return np.broadcast_to(value, n // 4)
         quads = np.broadcast_to(value, (n, value.shape[1])).reshape(n // 4, -1)
         first: Array = quads[:, 0]
         bad = (quads != first[:, None]).any(axis=1)
         for group in np.flatnonzero(bad)[:1]:
-            what = f"the {what} of wgmma differs between threads of a warpgroup"
+            what = f"the {name} of wgmma differs between threads of a warpgroup"
             numbers = f"the first thread has {first[group]}, others {quads[group][-1]}"
             way_out = "compute it from values common to all 128 threads: threadIdx.x / 128"
-            self.machine.fail(EmulatorError, what, here.site(4 * group), numbers, way_out)
+            self.machine.fail(EmulatorError, what, execution.site(4 * group), numbers, way_out)
         return first
 
     # ---- operands in shared memory
 
     def _operand(
-        self, here: Execution, groups: Array, word: Any, form: WgmmaForm, which: int
+        self, execution: Execution, groups: Array, word: Any, form: WgmmaForm, which: int
     ) -> SharedOperand:
         """Decodes the descriptor of A (0) or B (1), and counts and checks the read."""
-        words = self._alike(here, word, f"descriptor of {'AB'[which]}")
+        words = self._uniform(execution, word, f"descriptor of {'AB'[which]}")
         rows, mn_major = (wgmma.ROWS, form.columns)[which], form.transposed[which]
         key = (words.tobytes(), rows, mn_major)
-        found = self._operands.get(key)
-        if found is None:
+        decoded = self._operands.get(key)
+        if decoded is None:
             if len(self._operands) >= _KEPT_OPERANDS:
                 self._operands.clear()
-            found = self._decode(here, words, "AB"[which], rows, mn_major)
-            self._operands[key] = found
-        operand, chunks = found
-        m = self.machine
+            decoded = self._decode(execution, words, "AB"[which], rows, mn_major)
+            self._operands[key] = decoded
+        operand, chunks = decoded
+        machine = self.machine
         size = len(groups) * chunks.shape[1] * CHUNK_BYTES
-        m.counters.shared_read_bytes += size
-        if m.recorder is not None:
-            m.recorder.operand(size, here.pc)
-        if m.proxy is not None:
+        machine.counters.shared_read_bytes += size
+        if machine.recorder is not None:
+            machine.recorder.operand(size, execution.pc)
+        if machine.proxy is not None:
             quarters = [chunks]
-            if which == 0 and "wgmma_rows_syncwarp" in m.config.allow:
+            if which == 0 and "wgmma_rows_syncwarp" in machine.config.allow:
                 quarters = _rows_of_warps(chunks, mn_major)
-            self._read(here, groups, quarters)
+            self._read(execution, groups, quarters)
         return operand
 
     def _decode(
-        self, here: Execution, words: Array, name: str, rows: int, mn_major: bool
+        self, execution: Execution, words: Array, name: str, rows: int, mn_major: bool
     ) -> tuple[SharedOperand, Array]:
         """An operand and its chunks, numbered from the start of the shared window (g, chunks)."""
-        for one in np.unique(words).tolist():
-            wrong = descriptors.problem(one)
+        for word in np.unique(words).tolist():
+            wrong = descriptors.problem(word)
             if wrong:
-                site = here.site(4 * np.argmax(words == one))
-                self._refuse(site, name, one, wrong, EmulatorError)
+                site = execution.site(4 * np.argmax(words == word))
+                self._refuse(site, name, word, wrong, EmulatorError)
         kinds = descriptors.layouts(words)
         if len(set(kinds)) > 1:
             other = next(kind for kind in kinds if kind != kinds[0])
             wrong = f"the descriptor of another warpgroup has {other}"
-            self._refuse(here.site(), name, int(words[0]), wrong, EmulatorError)
+            self._refuse(execution.site(), name, int(words[0]), wrong, EmulatorError)
         operand = SharedOperand(descriptors.starts(words), kinds[0])
         low, high, chunks = wgmma.reach(operand, rows, mn_major)
         size = self.machine.shared_size
-        for place in np.flatnonzero((low < 0) | (high > size)):
-            wrong = f"bytes {low[place]:,} to {high[place]:,} of {size:,} would be read"
-            self._refuse(here.site(4 * place), name, int(words[place]), wrong, OutOfBounds)
+        for group in np.flatnonzero((low < 0) | (high > size)):
+            wrong = f"bytes {low[group]:,} to {high[group]:,} of {size:,} would be read"
+            self._refuse(execution.site(4 * group), name, int(words[group]), wrong, OutOfBounds)
         return operand, chunks
 
     def _refuse(
         self, site: Site, name: str, word: int, wrong: str, kind: type[EmulatorError]
     ) -> NoReturn:
-        one = np.array([word], np.uint64)
-        start, layout = int(descriptors.starts(one)[0]), descriptors.layouts(one)[0]
+        words = np.array([word], np.uint64)
+        start, layout = int(descriptors.starts(words)[0]), descriptors.layouts(words)[0]
         what = f"the emulator does not support this descriptor of {name}"
         way_out = "see ptx_emulator/isa/descriptors.py for the meaning of the fields"
         if kind is OutOfBounds:
@@ -305,25 +307,27 @@ class Warpgroups:
         numbers = f"{word:#018x}: start {start}, {layout}; {wrong}"
         self.machine.fail(kind, what, site, numbers, way_out)
 
-    def _read(self, here: Execution, groups: Array, parts: list[Array]) -> None:
-        """The chunks (g, k) of an operand are read from now on.
+    def _read(self, execution: Execution, groups: Array, parts: list[Array]) -> None:
+        """Records the reads of the chunks (g, k) of an operand, which begin now.
 
-        They are given as one part, which all warps read, or in four parts, one for each warp.
+        The chunks come as one part, which all warps read, or in four parts, one for each warp.
         """
-        m = self.machine
-        assert m.proxy is not None
+        machine = self.machine
+        assert machine.proxy is not None
         block = groups // self.per_block
-        member = groups % (self.per_block * m.cluster_size)
-        base = (block * m.shared_pitch)[:, None]
-        rows = here.cohort.rows.reshape(-1, 4)
+        member = groups % (self.per_block * machine.cluster_size)
+        base = (block * machine.shared_pitch)[:, None]
+        rows = execution.cohort.rows.reshape(-1, 4)
         for number in np.unique(member).tolist():
-            its = np.flatnonzero(member == number)
-            column = m.proxy.agent("warpgroup", number, f"wgmma of warpgroup {number}")
+            chosen = np.flatnonzero(member == number)
+            column = machine.proxy.agent("warpgroup", number, f"wgmma of warpgroup {number}")
             for warp, chunks in enumerate(parts):
-                where = (chunks * CHUNK_BYTES + base)[its]
-                members = rows[its] if len(parts) == 1 else rows[its][:, warp : warp + 1]
-                access = SharedAccess(here.cohort, members, where, CHUNK_BYTES, here.pc, 4 * its)
-                self.newest[groups[its]] = m.proxy.read(access, column)
+                offsets = (chunks * CHUNK_BYTES + base)[chosen]
+                members = rows[chosen] if len(parts) == 1 else rows[chosen][:, warp : warp + 1]
+                access = SharedAccess(
+                    execution.cohort, members, offsets, CHUNK_BYTES, execution.pc, 4 * chosen
+                )
+                self.newest[groups[chosen]] = machine.proxy.read(access, column)
 
     # ---- groups
 
@@ -365,27 +369,27 @@ class Warpgroups:
         groups = self.numbers(cohort)
         limit = self.committed[groups] - left
         for chain in list(self.chains):
-            here, _ = self._cut(chain, groups)
-            if here is None:
+            part, _ = self._cut(chain, groups)
+            if part is None:
                 continue
-            mine = limit[np.searchsorted(groups, here.groups)]
-            done = np.sum([step.group < mine for step in here.steps], axis=0)
-            names, rest = here.groups, here
+            limits = limit[np.searchsorted(groups, part.groups)]
+            done = np.sum([step.group < limits for step in part.steps], axis=0)
+            rest_groups, rest = part.groups, part
             for count in np.unique(done).tolist():
-                part, other = self._cut(rest, names[done == count])
-                assert part is not None
+                completed, other = self._cut(rest, rest_groups[done == count])
+                assert completed is not None
                 rest = other or rest
                 if count:
-                    self._complete(part, count, groups, current)
+                    self._complete(completed, count, groups, current)
         self._order_after_reads(cohort, groups, limit)
         return list(current.values())
 
     def _complete(
         self, chain: WgmmaChain, count: int, groups: Array, current: dict[int, Any]
     ) -> None:
-        m = self.machine
-        arena = chain.groups // self.per_block * m.shared_pitch
-        accumulators = chain.execute(m, count, arena)
+        machine = self.machine
+        arena = chain.groups // self.per_block * machine.shared_pitch
+        accumulators = chain.execute(machine, count, arena)
         if count < len(chain.steps):
             chain.start, chain.steps = accumulators, chain.steps[count:]
             return
@@ -396,16 +400,18 @@ class Warpgroups:
 
     def _order_after_reads(self, cohort: Cohort, groups: Array, limit: Array) -> None:
         """Orders the warps after the reads of the operands of completed instructions."""
-        m = self.machine
-        if m.proxy is None:
+        machine = self.machine
+        if machine.proxy is None:
             return
         times = self.times[groups, (limit - 1) % wgmma.KEPT_GROUPS]
-        member = groups % (self.per_block * m.cluster_size)
+        member = groups % (self.per_block * machine.cluster_size)
         rows = cohort.rows.reshape(-1, 4)
         for number in np.unique(member[limit > 0]).tolist():
-            here = (member == number) & (limit > 0)
-            column = m.proxy.agent("warpgroup", number)
-            m.proxy.clocks.order_after(rows[here].reshape(-1), column, np.repeat(times[here], 4))
+            chosen = (member == number) & (limit > 0)
+            column = machine.proxy.agent("warpgroup", number)
+            machine.proxy.clocks.order_after(
+                rows[chosen].reshape(-1), column, np.repeat(times[chosen], 4)
+            )
 
 
 def _rows_of_warps(chunks: Array, mn_major: bool) -> list[Array]:

@@ -55,12 +55,12 @@ def _branch_around(flat: syntax.Function) -> None:
             ins = replace(ins, guard=None)
         code.append(ins)
     starts.append(len(code))
-    _move_all(flat, code, starts)
+    _relocate(flat, code, starts)
 
 
-def _move_all(flat: syntax.Function, code: list[Instruction], starts: list[int]) -> None:
-    """Gives a function other code, in which its instructions are at the places ``starts``."""
-    flat.code = [replace(i, operands=[_moved(o, starts) for o in i.operands]) for i in code]
+def _relocate(flat: syntax.Function, code: list[Instruction], starts: list[int]) -> None:
+    """Gives a function other code, in which its instructions are at the indices ``starts``."""
+    flat.code = [replace(i, operands=[_relocated(o, starts) for o in i.operands]) for i in code]
     tables = flat.branch_targets.items()
     flat.branch_targets = {name: [starts[t] for t in targets] for name, targets in tables}
 
@@ -79,7 +79,7 @@ class _Body(NamedTuple):
     returns: list[int]
 
 
-def _moved(operand: Operand, starts: list[int]) -> Operand:
+def _relocated(operand: Operand, starts: list[int]) -> Operand:
     return LabelRef(starts[operand.target]) if isinstance(operand, LabelRef) else operand
 
 
@@ -94,7 +94,7 @@ class _Inliner:
         self.bodies: dict[str, _Body] = {}
 
     def base(self, fn: syntax.Function) -> int:
-        """The number of the first register of ``fn``, of which only one call runs at a time.
+        """The number of the first register of ``fn``; only one call of ``fn`` runs at a time.
 
         All its calls have the same registers: the masks of live registers stay short.
         """
@@ -130,7 +130,7 @@ class _Inliner:
         patches: list[int] = []
 
         def move(operand: Operand) -> Any:
-            return _map(operand, lambda r: Reg(r.index + base), names)
+            return _renamed(operand, lambda r: Reg(r.index + base), names)
 
         for ins in fn.code:
             starts.append(len(flat.code))
@@ -155,8 +155,8 @@ class _Inliner:
                     patches.append(len(flat.code))
                 flat.code.append(ins)
         starts.append(len(flat.code))
-        for place in patches:
-            flat.code[place].operands = [_moved(o, starts) for o in flat.code[place].operands]
+        for index in patches:
+            flat.code[index].operands = [_relocated(o, starts) for o in flat.code[index].operands]
         for name, targets in fn.branch_targets.items():
             flat.branch_targets[names[name]] = [starts[t] for t in targets]
 
@@ -167,22 +167,22 @@ class _Inliner:
         if self.shares(callee.name):
             self.call_shared(ins, callee)
             return
-        results, given = _lists(ins)
-        base, known = self.base(callee), callee.param_registers
-        into = list(zip(callee.params, given, strict=True))
+        results, arguments = _results_and_arguments(ins)
+        base, parameters = self.base(callee), callee.param_registers
+        into = list(zip(callee.params, arguments, strict=True))
         back = list(zip(callee.returns, results, strict=True))
         aliases = {v.name: value.name for v, value in (*into, *back) if isinstance(value, Sym)}
         ins, around = self.around(ins)
         for variable, value in into:
             if variable.name not in aliases:
-                self.move(ins, Reg(base + known[variable.name].index), value, variable.type)
+                self.move(ins, Reg(base + parameters[variable.name].index), value, variable.type)
         returns: list[int] = []
         self.expand(callee, aliases, (*stack, callee.name), returns, ins.outer)
-        for place in returns:
-            self.flat.code[place].operands = [LabelRef(len(self.flat.code))]
+        for index in returns:
+            self.flat.code[index].operands = [LabelRef(len(self.flat.code))]
         for variable, value in back:
             if variable.name not in aliases:
-                self.move(ins, value, Reg(base + known[variable.name].index), variable.type)
+                self.move(ins, value, Reg(base + parameters[variable.name].index), variable.type)
         if around is not None:
             around.operands = [LabelRef(len(self.flat.code))]
 
@@ -195,8 +195,8 @@ class _Inliner:
         return replace(ins, guard=None), around
 
     def _shares(self, name: str) -> bool:
-        """Whether calls share the body of a function: those through pointers, and of what makes
-        such calls.
+        """Whether calls share the body of a function: a pointer may point to it, or it calls
+        through a pointer, itself or by a function that it calls.
         """
         if any(fn.name == name for fn in self.pointed_to()):
             return True
@@ -213,12 +213,12 @@ class _Inliner:
     def call_shared(self, ins: Instruction, callee: syntax.Function) -> None:
         """A call of a function with one body for all calls."""
         code, registers = self.flat.code, self.flat.registers
-        base, known = self.base(callee), callee.param_registers
+        base, parameters = self.base(callee), callee.param_registers
         if callee.name not in self.bodies:
             registers += [("caller", "u32")]
             self.bodies[callee.name] = _Body(Reg(len(registers) - 1), [], [0])
         body = self.bodies[callee.name]
-        results, given = _lists(ins)
+        results, arguments = _results_and_arguments(ins)
         ins, around = self.around(ins)
         idle = Reg(len(registers))
         registers.append(("idle", "pred"))
@@ -227,11 +227,11 @@ class _Inliner:
         code.append(replace(ins, op="bra", mods=(), guard=idle, guard_negated=False))
         code[-1].operands = [LabelRef(len(code) + 1)]
         code.append(replace(ins, operands=[]))  # a recursive call: refused where it is executed
-        for variable, value in zip(callee.params, given, strict=True):
+        for variable, value in zip(callee.params, arguments, strict=True):
             if isinstance(value, Sym):
                 self.copy(ins, callee, "ld", variable, value)
             else:
-                self.move(ins, Reg(base + known[variable.name].index), value, variable.type)
+                self.move(ins, Reg(base + parameters[variable.name].index), value, variable.type)
         self.move(ins, body.caller, syntax.Imm(len(body.returns)), "u32")
         body.jumps.append(replace(ins, op="bra", mods=(), operands=[]))
         code.append(body.jumps[-1])
@@ -240,7 +240,7 @@ class _Inliner:
             if isinstance(value, Sym):
                 self.copy(ins, callee, "st", variable, value)
             else:
-                self.move(ins, value, Reg(base + known[variable.name].index), variable.type)
+                self.move(ins, value, Reg(base + parameters[variable.name].index), variable.type)
         if around is not None:
             around.operands = [LabelRef(len(code))]
 
@@ -258,7 +258,7 @@ class _Inliner:
                 first, kind = base.offset + memory.offset, other.mods[-1]
                 if base.name == variable.name:
                     parts |= {(first + i * TYPE_BYTES[kind], kind) for i in range(width)}
-        source, to = value.name, _own(callee, variable)
+        source, to = value.name, _shared_name(callee, variable)
         if op == "st":
             source, to = to, source
         for offset, kind in sorted(parts):
@@ -267,8 +267,8 @@ class _Inliner:
             read: list[Operand] = [copy, syntax.Mem(Sym(source, 0), offset)]
             write: list[Operand] = [syntax.Mem(Sym(to, 0), offset), copy]
             for name, operands in (("ld", read), ("st", write)):
-                made = replace(ins, op=name, mods=("param", kind), operands=operands)
-                self.parameter_access(made, False)
+                access = replace(ins, op=name, mods=("param", kind), operands=operands)
+                self.parameter_access(access, False)
 
     def append_bodies(self) -> None:
         """Appends the bodies of functions that calls share, and their returns."""
@@ -282,14 +282,14 @@ class _Inliner:
             name, body = list(self.bodies.items())[len(starts)]
             callee = self.module.functions[name]
             starts.append(len(code))
-            aliases = {v.name: _own(callee, v) for v in (*callee.params, *callee.returns)}
+            aliases = {v.name: _shared_name(callee, v) for v in (*callee.params, *callee.returns)}
             for variable in (*callee.params, *callee.returns):
-                own = aliases[variable.name]
-                flat.variables[own] = replace(variable, name=own)
+                shared_name = aliases[variable.name]
+                flat.variables[shared_name] = replace(variable, name=shared_name)
             returns: list[int] = []
             self.expand(callee, aliases, (name,), returns)
-            for place in returns:
-                code[place].operands = [LabelRef(len(code))]
+            for index in returns:
+                code[index].operands = [LabelRef(len(code))]
             last, to = replace(callee.code[-1], guard=None), Reg(len(flat.registers))
             flat.registers.append(("to", "u32"))
             self.move(last, to, body.caller, "u32")
@@ -303,12 +303,12 @@ class _Inliner:
                 jump.operands = [LabelRef(start)]
             body.returns[0] = body.returns[1]
             flat.branch_targets[f"{name}#callers"] = body.returns
-        _move_all(flat, outside + code, list(range(len(outside), len(outside) + len(code) + 1)))
+        _relocate(flat, outside + code, list(range(len(outside), len(outside) + len(code) + 1)))
 
     def call_through(self, ins: Instruction) -> None:
         """A call through a pointer."""
         code, registers = self.flat.code, self.flat.registers
-        widths = [list(map(self.width, items)) for items in _lists(ins)]
+        widths = [list(map(self.width, items)) for items in _results_and_arguments(ins)]
         callees = [
             fn
             for fn in self.pointed_to()
@@ -347,8 +347,8 @@ class _Inliner:
         operands: list[Operand] = []
         for operand in ins.operands:
             for item in operand.items if isinstance(operand, syntax.Group) else ():
-                known = self.flat.variables.get(item.name) if isinstance(item, Sym) else None
-                operands.append(self.slot(known.name, 0, known.type) if known else item)
+                variable = self.flat.variables.get(item.name) if isinstance(item, Sym) else None
+                operands.append(self.slot(variable.name, 0, variable.type) if variable else item)
         return replace(ins, op=name, mods=(), operands=operands)
 
     def slot(self, name: str, offset: int, kind: str) -> Reg:
@@ -364,7 +364,7 @@ class _Inliner:
         self.flat.code.append(replace(ins, op="mov", mods=(kind,), operands=[to, value]))
 
     def parameter_access(self, ins: Instruction, in_entry: bool) -> None:
-        """Replaces ``ld.param`` / ``st.param`` of a call by moves; those of the kernel remain."""
+        """Replaces ``ld.param`` / ``st.param`` of a call by moves; the kernel's own remain."""
         load = ins.op == "ld"
         memory = ins.operands[1 if load else 0]
         if not isinstance(memory, syntax.Mem) or not isinstance(memory.base, Sym):
@@ -378,8 +378,8 @@ class _Inliner:
             return
         value = ins.operands[0 if load else 1]
         values = value.items if isinstance(value, syntax.Vec) else (value,)
-        for place, item in enumerate(values):
-            offset = memory.base.offset + memory.offset + place * TYPE_BYTES[kind]
+        for index, item in enumerate(values):
+            offset = memory.base.offset + memory.offset + index * TYPE_BYTES[kind]
             slot = self.slot(name, offset, kind)
             width, most = TYPE_BYTES[kind], TYPE_BYTES[self.flat.registers[slot.index][1]]
             # The low bytes of what was written: a bool is written as 32 bits and read as 8.
@@ -392,14 +392,14 @@ class _Inliner:
             if width == 1 or narrowed:
                 sign = "s" if kind.startswith("s") else "u"
                 kinds = (f"{sign}{max(16, 8 * width)}", f"{sign}{8 * width}")
-                made = replace(ins, op="cvt", mods=kinds, operands=[to, source])
+                move = replace(ins, op="cvt", mods=kinds, operands=[to, source])
             else:
-                made = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
-                made.operands = [to, source]
-            self.flat.code.append(made)
+                move = replace(ins, op="mov", mods=("b" + str(8 * TYPE_BYTES[kind]),))
+                move.operands = [to, source]
+            self.flat.code.append(move)
 
 
-def _lists(ins: Instruction) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+def _results_and_arguments(ins: Instruction) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
     """The results and the arguments of a call."""
     groups = [o for o in ins.operands if isinstance(o, syntax.Group)]
     before = isinstance(ins.operands[0], syntax.Group)
@@ -407,41 +407,41 @@ def _lists(ins: Instruction) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
     return results, groups[-1].items if len(groups) > before else ()
 
 
-def _own(fn: syntax.Function, variable: Variable) -> str:
+def _shared_name(fn: syntax.Function, variable: Variable) -> str:
     """The name of a parameter of a function whose body calls share."""
     return f"{variable.name}#{fn.name}#"
 
 
 def _pointed_to(module: syntax.Module) -> list[syntax.Function]:
-    """The functions of which a variable or an instruction has the address."""
+    """The functions whose address a variable or an instruction has."""
     names = {name for v in module.variables.values() for _, name in v.relocations}
     for fn in module.functions.values():
         code = (i for i in fn.code if i.op != "call")
         names |= {o.name for i in code for o in i.operands if isinstance(o, Sym)}
-    found = {id(f): f for name, f in module.functions.items() if name in names and f.has_body}
-    return [f for f in found.values() if not f.is_entry]
+    functions = {id(f): f for name, f in module.functions.items() if name in names and f.has_body}
+    return [f for f in functions.values() if not f.is_entry]
 
 
-def _map(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) -> Any:
+def _renamed(operand: Any, register: Callable[[Reg], Reg], names: dict[str, str]) -> Any:
     """An operand, or a field of one, with other registers and names of variables."""
     if isinstance(operand, tuple):
-        return tuple(_map(item, register, names) for item in operand)
+        return tuple(_renamed(item, register, names) for item in operand)
     if isinstance(operand, Reg):
         return register(operand)
     if isinstance(operand, Sym):
         return Sym(names.get(operand.name, operand.name), operand.offset)
     if not isinstance(operand, (syntax.Not, syntax.Mem, syntax.Pair, syntax.Vec, syntax.Group)):
         return operand
-    return type(operand)(*(_map(value, register, names) for value in vars(operand).values()))
+    return type(operand)(*(_renamed(value, register, names) for value in vars(operand).values()))
 
 
 def _unknown(
     module: syntax.Module,
     ins: Instruction,
-    what: str,
+    feature: str,
     way_out: str = "let the compiler inline the function (__forceinline__): calls are inlined",
 ) -> UnknownInstruction:
-    problem = f"{what} is not supported"
+    problem = f"{feature} is not supported"
     line = module.text.count("\n", 0, ins.position) + 1
     where = f"PTX line {line}, .loc line {ins.line[1]}"
     numbers = " ".join(module.text[ins.position : ins.end].split())

@@ -70,7 +70,7 @@ _UNKNOWN = Opcode()
 
 
 def opcode_of(ins: Instruction) -> Opcode:
-    """The facts of an instruction's opcode; those of an unknown one are the defaults."""
+    """The facts of an instruction's opcode; an unknown opcode has the defaults."""
     return OPCODES.get(ins.op, _UNKNOWN)
 
 
@@ -153,7 +153,7 @@ def mask_of(registers: list[int]) -> int:
 
 def bits_of(mask: int) -> tuple[int, ...]:
     """The registers of a bit mask."""
-    return tuple(place for place, bit in enumerate(bin(mask)[:1:-1]) if bit == "1")
+    return tuple(index for index, bit in enumerate(bin(mask)[:1:-1]) if bit == "1")
 
 
 def as_immediate(operand: Operand) -> int | None:
@@ -167,14 +167,14 @@ def gates(code: list[Instruction], leaders: set[int]) -> set[int]:
     Warps stay together within a segment, so only the first such instruction of each segment is a
     gate; a segment starts there.
     """
-    found = set()
+    first_of_segments = set()
     together = False
     for pc, ins in enumerate(code):
         together = together and pc not in leaders
         if fact("width", ins) is Width.WARPGROUP and not together:
-            found.add(pc)
+            first_of_segments.add(pc)
             together = True
-    return found
+    return first_of_segments
 
 
 class Accesses(NamedTuple):
@@ -214,49 +214,53 @@ class Accesses(NamedTuple):
 def find_accesses(code: list[Instruction]) -> Accesses:
     """The accesses of flat code."""
 
-    def those(
-        which: Callable[[Instruction], bool], among: Iterable[int] = range(len(code))
+    def selected(
+        condition: Callable[[Instruction], bool], among: Iterable[int] = range(len(code))
     ) -> frozenset[int]:
-        return frozenset(pc for pc in among if which(code[pc]))
+        return frozenset(pc for pc in among if condition(code[pc]))
 
-    accesses = [of(ins) for ins in code if (of := opcode_of(ins).accesses) is not None]
+    accesses = [
+        accessed_bytes(ins)
+        for ins in code
+        if (accessed_bytes := opcode_of(ins).accesses) is not None
+    ]
     shared, device = (min(sizes) for sizes in zip((16, 16), *accesses, strict=True))
-    strong = those(lambda ins: fact("strong", ins))
-    volatile = those(lambda ins: "volatile" in ins.mods, strong)
+    strong = selected(lambda ins: fact("strong", ins))
+    volatile = selected(lambda ins: "volatile" in ins.mods, strong)
     orders = {"acquire", "acq_rel", "volatile"}
-    relaxed = those(lambda ins: ins.op in ("ld", "atom") and orders.isdisjoint(ins.mods), strong)
-    releases = those(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods), strong)
-    narrow = those(lambda ins: not {"cta", "cluster"}.isdisjoint(ins.mods), strong)
-    read_only = those(lambda ins: "nc" in ins.mods or ins.op == "ldu")
-    guesses = _compared(code) - strong - read_only
+    relaxed = selected(lambda ins: ins.op in ("ld", "atom") and orders.isdisjoint(ins.mods), strong)
+    releases = selected(lambda ins: not {"release", "acq_rel"}.isdisjoint(ins.mods), strong)
+    narrow = selected(lambda ins: not {"cta", "cluster"}.isdisjoint(ins.mods), strong)
+    read_only = selected(lambda ins: "nc" in ins.mods or ins.op == "ldu")
+    guesses = _guessed_loads(code) - strong - read_only
     between_threads = any(may_access_between_threads(ins) for ins in code)
     fences = bool(releases) or any(ins.op in ("membar", "fence") for ins in code)
     barriers = any(is_barrier(ins) and "relaxed" in ins.mods for ins in code)
     mbarriers = any(is_relaxed_arrival_or_wait(ins) for ins in code)
     ordered = fences and (bool(strong) or barriers or mbarriers)
     sizes = (shared, device)
-    orders_of = (strong, volatile, relaxed, releases, narrow, read_only, guesses)
-    return Accesses(*sizes, *orders_of, between_threads, ordered, barriers)
+    sets = (strong, volatile, relaxed, releases, narrow, read_only, guesses)
+    return Accesses(*sizes, *sets, between_threads, ordered, barriers)
 
 
-def _compared(code: list[Instruction]) -> frozenset[int]:
+def _guessed_loads(code: list[Instruction]) -> frozenset[int]:
     """The loads whose value, moved at most, is what an atom.cas expects to find."""
     expected = [o for ins in code if "cas" in ins.mods for o in ins.operands[2:3]]
     todo = [register for operand in expected for register in registers_in(operand)]
     if not todo:
         return frozenset()
-    made: dict[int, list[int]] = {}
+    definitions: dict[int, list[int]] = {}
     for pc, ins in enumerate(code):
         if ins.op in ("ld", "mov") and ins.operands:
             for register in registers_in(ins.operands[0]):
-                made.setdefault(register, []).append(pc)
-    found, seen = set(), set[int]()
+                definitions.setdefault(register, []).append(pc)
+    loads, seen = set(), set[int]()
     while todo:
         register = todo.pop()
-        for pc in made.get(register, ()) if register not in seen else ():
+        for pc in definitions.get(register, ()) if register not in seen else ():
             if code[pc].op == "mov":
                 todo += [r for operand in code[pc].operands[1:] for r in registers_in(operand)]
             else:
-                found.add(pc)
+                loads.add(pc)
         seen.add(register)
-    return frozenset(found)
+    return frozenset(loads)

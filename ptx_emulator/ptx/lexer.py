@@ -43,8 +43,8 @@ def strip_comments(text: str) -> str:
     """Replaces comments by blanks; positions and line numbers stay the same."""
 
     def blank(match: re.Match[str]) -> str:
-        found = match.group()
-        return found if found[0] == '"' else re.sub(r"[^\n]", " ", found)
+        matched = match.group()
+        return matched if matched[0] == '"' else re.sub(r"[^\n]", " ", matched)
 
     return _COMMENT.sub(blank, text)
 
@@ -61,10 +61,10 @@ def tokenize(text: str) -> Tokens:
     end = 0
     for match in iter(scanner.match, None):
         kind = match.lastgroup
-        found, end = match[kind], match.end()
+        token, end = match[kind], match.end()
         kinds.append(kind)
-        texts.append(found)
-        positions.append(end - len(found))
+        texts.append(token)
+        positions.append(end - len(token))
     rest = text[end:].lstrip()
     if rest:
         line = text.count("\n", 0, len(text) - len(rest)) + 1
@@ -144,12 +144,12 @@ class Cursor:
         self.text = text
         self.clean = strip_comments(text)
         self.kinds, self.texts, self.positions = tokenize(self.clean)
-        self.at = 0
+        self.index = 0
         self.line = (0, 0)
         self.outer = (0, 0)
 
     def fail(self, what: str) -> PtxSyntaxError:
-        position = self.positions[self.at]
+        position = self.positions[self.index]
         line = self.text.count("\n", 0, position) + 1
         shown = self.text[position : position + 60].split("\n")[0]
         where = f"line {line} of the PTX, .loc line {self.line[1]}"
@@ -158,43 +158,44 @@ class Cursor:
         return PtxSyntaxError(what, where=where, numbers=numbers, way_out=way_out)
 
     def take(self, expected: str = "") -> str:
-        text = self.texts[self.at]
+        text = self.texts[self.index]
         if expected and text != expected:
             raise self.fail(f"expected {expected!r}")
-        if self.kinds[self.at] == "end":
+        if self.kinds[self.index] == "end":
             raise self.fail("the text ends here, before a statement does")
-        self.at += 1
+        self.index += 1
         return text
 
     def whole(self) -> int:
         """A whole number that is no expression."""
-        if self.kinds[self.at] != "number":
+        if self.kinds[self.index] != "number":
             raise self.fail("expected a number")
         return number(self.take()).value
 
     def accept(self, text: str) -> bool:
-        if self.texts[self.at] == text:
-            self.at += 1
+        if self.texts[self.index] == text:
+            self.index += 1
             return True
         return False
 
     def peek(self) -> str:
-        return self.texts[self.at]
+        return self.texts[self.index]
 
     # ---- constants
 
     def immediate(self) -> Imm:
         """A constant expression: of integers with all operators, of a float with a sign."""
-        if self.kinds[self.at] == "number" and self.texts[self.at + 1] in _ENDS:  # most of them
-            self.at += 1
-            return number(self.texts[self.at - 1])
+        # Most of them are one number.
+        if self.kinds[self.index] == "number" and self.texts[self.index + 1] in _ENDS:
+            self.index += 1
+            return number(self.texts[self.index - 1])
         test = self._binary(0)
         if not self.accept("?"):
             return test
-        one = self.immediate()
+        if_true = self.immediate()
         self.take(":")
-        other = self.immediate()
-        return one if test.value else other
+        if_false = self.immediate()
+        return if_true if test.value else if_false
 
     def integer(self) -> int:
         """The value of a constant expression of integers."""
@@ -218,7 +219,7 @@ class Cursor:
         if level == len(_LEVELS):
             return self._unary()
         left = self._binary(level + 1)
-        while self.peek() in _LEVELS[level] and self.kinds[self.at] == "mark":
+        while self.peek() in _LEVELS[level] and self.kinds[self.index] == "mark":
             sign = self.take()
             right = self._binary(level + 1)
             if left.float_bits or right.float_bits:
@@ -237,7 +238,7 @@ class Cursor:
 
     def _unary(self) -> Imm:
         word = self.peek()
-        if self.kinds[self.at] == "number":
+        if self.kinds[self.index] == "number":
             return number(self.take())
         if self.accept(WARP_SIZE):
             return Imm(32)
@@ -251,7 +252,7 @@ class Cursor:
                 self.take(")")
                 return value
             return _typed(value.value, cast == ".u64")
-        if word not in _UNARY or self.kinds[self.at] != "mark":
+        if word not in _UNARY or self.kinds[self.index] != "mark":
             raise self.fail("expected an operand")
         self.take()
         value = self._unary()
@@ -288,7 +289,7 @@ class Cursor:
                 raise self.fail(f"unknown type .{word} of a variable")
         if not kind:
             raise self.fail("expected the type of a variable")
-        found = []
+        variables = []
         while True:
             name = self.take()
             sizes = []
@@ -302,13 +303,13 @@ class Cursor:
             variable = Variable(name, space, kind, count, align or bytes_each * vector)
             if self.accept("="):
                 self.initialiser(variable, sizes)
-            found.append(variable)
+            variables.append(variable)
             if parameter:
-                return found
+                return variables
             if not self.accept(","):
                 break
         self.take(";")
-        return found
+        return variables
 
     def skip_attribute(self) -> None:
         """Skips ``(...)`` after ``.attribute``: it says where memory is, not what it holds."""
@@ -325,12 +326,12 @@ class Cursor:
         Args:
             sizes: the number of elements of each dimension.
         """
-        each = TYPE_BYTES[variable.type]
+        element_bytes = TYPE_BYTES[variable.type]
         data = bytearray()
         begins: list[int] = []
         while (text := self.peek()) != ";" and (begins or text != ","):
             if text not in ("{", "}", ","):
-                data += self.initial_value(variable, each, len(data))
+                data += self.initial_value(variable, element_bytes, len(data))
                 continue
             if text == "{":
                 begins.append(len(data))
@@ -339,19 +340,19 @@ class Cursor:
             elif text == "}":
                 begin = begins.pop()
                 if begins:  # one element of an array of arrays
-                    missing = begin + each * math.prod(sizes[len(begins) :]) - len(data)
+                    missing = begin + element_bytes * math.prod(sizes[len(begins) :]) - len(data)
                     if missing < 0:
                         raise self.fail("more initial values than elements before this")
                     data += bytes(missing)
-            self.at += 1
+            self.index += 1
         if variable.count == 0:
-            variable.count = len(data) // each
+            variable.count = len(data) // element_bytes
         if len(data) > variable.size:
             raise self.fail("more initial values than elements before this")
         variable.init = bytes(data.ljust(variable.size, b"\0"))
 
     def initial_value(self, variable: Variable, size: int, offset: int) -> bytes:
-        if self.kinds[self.at] == "number" or self.peek() in ("-", "+", "~", "!", "("):
+        if self.kinds[self.index] == "number" or self.peek() in ("-", "+", "~", "!", "("):
             value = self.immediate()
             bits = value.value
             if variable.type in ("f32", "f64") and not value.float_bits:
@@ -360,7 +361,7 @@ class Cursor:
             if value.float_bits == 64 and size == 4:
                 bits = double_to_single(bits)
             return (bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-        if self.kinds[self.at] != "name":
+        if self.kinds[self.index] != "name":
             raise self.fail("expected an initial value")
         name = self.take()
         if name == "generic":

@@ -74,21 +74,21 @@ class _Parser(Cursor):
 
     def module(self) -> syntax.Module:
         aliases: dict[str, str] = {}
-        while self.kinds[self.at] != "end":
-            text = self.texts[self.at]
-            if self.kinds[self.at] in ("loc", "line"):
-                self.at += 1
+        while self.kinds[self.index] != "end":
+            text = self.texts[self.index]
+            if self.kinds[self.index] in ("loc", "line"):
+                self.index += 1
             elif text == ".section":
                 self.skip_section()
             elif text in (".entry", ".func"):
                 self.function()
             elif text in _LINKAGE:
-                self.at += 1
+                self.index += 1
             elif text in _SPACES:
                 for variable in self.variable_declaration():
                     self.out.variables[variable.name] = variable
             elif text == ".alias":
-                self.at += 1
+                self.index += 1
                 name = self.take()
                 self.take(",")
                 aliases[name] = self.take()
@@ -98,9 +98,9 @@ class _Parser(Cursor):
                     self.take()
             else:
                 raise self.fail("not a directive that is allowed at module level")
-        for name, of in aliases.items():
-            if of in self.out.functions:
-                self.out.functions[name] = self.out.functions[of]
+        for name, target in aliases.items():
+            if target in self.out.functions:
+                self.out.functions[name] = self.out.functions[target]
         return self.out
 
     def skip_section(self) -> None:
@@ -110,7 +110,7 @@ class _Parser(Cursor):
         while depth:
             text = self.take()
             depth += (text == "{") - (text == "}")
-            if self.kinds[self.at] == "end" and depth:
+            if self.kinds[self.index] == "end" and depth:
                 raise self.fail("a section without an end")
 
     # ---- functions
@@ -132,15 +132,15 @@ class _Parser(Cursor):
                 while not self.accept(";"):
                     self.take()
                 continue
-            while self.kinds[self.at] == "number":
+            while self.kinds[self.index] == "number":
                 sizes.append(self.integer())
                 self.accept(",")
             self.fn.directives[word] = tuple(sizes)
-        known = self.out.functions.get(self.fn.name)
+        declared = self.out.functions.get(self.fn.name)
         if self.accept(";"):
             self.out.functions.setdefault(self.fn.name, self.fn)
             return
-        if known is not None and known.has_body:
+        if declared is not None and declared.has_body:
             raise self.fail(f"a second body of {self.fn.name}")
         self.fn.has_body = True
         self.out.functions[self.fn.name] = self.fn
@@ -150,21 +150,21 @@ class _Parser(Cursor):
 
     def parameters(self) -> list[Variable]:
         self.take("(")
-        found: list[Variable] = []
+        parameters: list[Variable] = []
         while not self.accept(")"):
             if self.peek() == ".reg":
                 self.take()
                 kind = self.take()[1:]
                 name = self.take()
                 self.fn.param_registers[name] = self.declare(self.scope, name, kind)
-                found.append(Variable(name, "reg", kind))
+                parameters.append(Variable(name, "reg", kind))
             else:
                 for variable in self.variable_declaration(parameter=True):
                     self.scope.variables[variable.name] = variable.name
                     self.fn.variables[variable.name] = variable
-                    found.append(variable)
+                    parameters.append(variable)
             self.accept(",")
-        return found
+        return parameters
 
     def location(self, text: str) -> None:
         """Reads a ``.loc``; its ``inlined_at`` refers to the position of an earlier ``.loc``.
@@ -184,29 +184,29 @@ class _Parser(Cursor):
     def body(self) -> None:
         """Statements up to the closing brace of the scope."""
         while True:
-            kind, text = self.kinds[self.at], self.texts[self.at]
+            kind, text = self.kinds[self.index], self.texts[self.index]
             if kind == "loc":
                 self.location(text)
-                self.at += 1
+                self.index += 1
             elif text == "}":
-                self.at += 1
+                self.index += 1
                 return
             elif text == "{":
-                self.at += 1
+                self.index += 1
                 outer, self.scope = self.scope, _Scope(self.scope)
                 self.body()
                 self.scope = outer
             elif kind == "name" and text[0] == ".":
                 self.body_directive(text)
             elif kind == "line":
-                self.at += 1
+                self.index += 1
             elif kind == "end":
                 raise self.fail("a function without an end")
-            elif self.texts[self.at + 1] == ":":
+            elif self.texts[self.index + 1] == ":":
                 self.scope.labels[text] = len(self.fn.code)
-                self.at += 2
+                self.index += 2
                 if self.peek() == ".branchtargets":
-                    self.at += 1
+                    self.index += 1
                     names = []
                     while not self.accept(";"):
                         names.append(self.take())
@@ -224,7 +224,7 @@ class _Parser(Cursor):
 
     def body_directive(self, text: str) -> None:
         if text == ".reg":
-            self.at += 1
+            self.index += 1
             kind = self.take()[1:]
             parts = int(kind[1:]) if kind in ("v2", "v4") else 0
             if parts:
@@ -232,13 +232,13 @@ class _Parser(Cursor):
             while True:
                 name = self.take()
                 if parts:
-                    each = [
+                    components = [
                         self.declare(self.scope, f"{name}.{part}", kind) for part in "xyzw"[:parts]
                     ]
                     self.scope.registers |= {
-                        f"{name}.{p}": r for p, r in zip("rgba"[:parts], each, strict=True)
+                        f"{name}.{p}": r for p, r in zip("rgba"[:parts], components, strict=True)
                     }
-                    self.scope.vectors[name] = syntax.Vec(tuple(each))
+                    self.scope.vectors[name] = syntax.Vec(tuple(components))
                 elif self.accept("<"):
                     self.scope.ranges[name] = (kind, self.whole())
                     self.take(">")
@@ -260,7 +260,7 @@ class _Parser(Cursor):
             while not self.accept(";"):
                 self.take()
         elif text in _LINKAGE:
-            self.at += 1
+            self.index += 1
         else:
             raise self.fail("a directive that is not known inside a function")
 
@@ -276,9 +276,9 @@ class _Parser(Cursor):
         stem = name.rstrip("0123456789")
         scope: _Scope | None = self.scope
         while scope is not None:
-            found = scope.registers.get(name)
-            if found is not None:
-                return found
+            register = scope.registers.get(name)
+            if register is not None:
+                return register
             span = scope.ranges.get(stem)
             if span and stem != name and int(name[len(stem) :]) < span[1]:
                 return self.declare(scope, name, span[0])
@@ -286,7 +286,7 @@ class _Parser(Cursor):
         return None
 
     def instruction(self) -> None:
-        begin = self.positions[self.at]
+        begin = self.positions[self.index]
         guard, negated = None, False
         if self.accept("@"):
             negated = self.accept("!")
@@ -296,33 +296,33 @@ class _Parser(Cursor):
         op, *mods = self.take().split(".")
         self.calls = op == "call"
         operands: list[Operand] = []
-        while self.texts[self.at] != ";":
+        while self.texts[self.index] != ";":
             operands.append(self.operand())
-            if self.texts[self.at] != ",":
+            if self.texts[self.index] != ",":
                 break
-            self.at += 1
-            if self.texts[self.at] == ";":
+            self.index += 1
+            if self.texts[self.index] == ";":
                 raise self.fail("expected an operand")
-        place = (self.line, self.outer, begin, self.positions[self.at])
+        location = (self.line, self.outer, begin, self.positions[self.index])
         self.take(";")
-        self.fn.code.append(Instruction(op, tuple(mods), operands, guard, negated, *place))
+        self.fn.code.append(Instruction(op, tuple(mods), operands, guard, negated, *location))
 
     # ---- operands
 
     def operand(self) -> Operand:
         first = self.simple_operand()
-        if self.texts[self.at] != "|":
+        if self.texts[self.index] != "|":
             return first
-        self.at += 1
+        self.index += 1
         return syntax.Pair(first, self.simple_operand())
 
     def simple_operand(self) -> Operand:
-        text = self.texts[self.at]
+        text = self.texts[self.index]
         if (reg := self.scope.registers.get(text)) is not None:
-            self.at += 1
+            self.index += 1
             return reg
-        if self.kinds[self.at] == "name" and text != WARP_SIZE:
-            self.at += 1
+        if self.kinds[self.index] == "name" and text != WARP_SIZE:
+            self.index += 1
             return self.named(text)
         if text == "{":
             return syntax.Vec(self.list_until("}"))
@@ -330,8 +330,8 @@ class _Parser(Cursor):
             return syntax.Group(self.list_until(")"))
         if text == "[":
             return self.memory()
-        if text == "!" and self.kinds[self.at + 1] == "name":
-            self.at += 1
+        if text == "!" and self.kinds[self.index + 1] == "name":
+            self.index += 1
             negated = self.named(self.take())
             if not isinstance(negated, Reg):
                 raise self.fail("only a predicate register can be negated")
@@ -339,7 +339,7 @@ class _Parser(Cursor):
         return self.immediate()
 
     def list_until(self, close: str) -> tuple[Operand, ...]:
-        self.at += 1
+        self.index += 1
         items: list[Operand] = []
         while not self.accept(close):
             items.append(self.operand())
@@ -365,7 +365,7 @@ class _Parser(Cursor):
     def memory(self) -> Operand:
         self.take("[")
         base: Operand
-        base = self.immediate() if self.kinds[self.at] != "name" else self.named(self.take())
+        base = self.immediate() if self.kinds[self.index] != "name" else self.named(self.take())
         if not isinstance(base, (Reg, Sym, syntax.Imm)):
             raise self.fail("an address that is neither a register nor a known variable")
         offset = self.offset()
@@ -380,9 +380,9 @@ class _Parser(Cursor):
     # ---- labels
 
     def resolved(self, ins: Instruction) -> Instruction:
-        for place, operand in enumerate(ins.operands):
+        for index, operand in enumerate(ins.operands):
             if isinstance(operand, _Forward):
-                ins.operands[place] = self.label(operand, ins)
+                ins.operands[index] = self.label(operand, ins)
         for name, targets in self.fn.branch_targets.items():
             self.fn.branch_targets[name] = [
                 self.label(t, ins).target if isinstance(t, _Forward) else t for t in targets

@@ -58,13 +58,13 @@ GRID_WORKSPACE = {"envreg1": 32, "envreg2": 0}
 
 def _reserved(code: list[Instruction]) -> dict[str, Variable]:
     """The memory that the system reserves, as variables, where code uses it."""
-    found = {}
+    variables = {}
     used = {o.name for ins in code for o in ins.operands if isinstance(o, Special)}
     if _RESERVED in used:
-        found[_RESERVED] = Variable(_RESERVED, "shared", "b8", _RESERVED_BYTES, 16)
+        variables[_RESERVED] = Variable(_RESERVED, "shared", "b8", _RESERVED_BYTES, 16)
     if used.intersection(GRID_WORKSPACE):
-        found[GRID_BARRIER] = Variable(GRID_BARRIER, "global", "b32", 2, 8)
-    return found
+        variables[GRID_BARRIER] = Variable(GRID_BARRIER, "global", "b32", 2, 8)
+    return variables
 
 
 class PtxProgram:
@@ -92,10 +92,10 @@ class PtxProgram:
         """``ragged``: the last warp of a block has fewer than 32 threads."""
         entry = module.functions.get(name)
         if entry is None or not entry.is_entry or not entry.has_body:
-            known = ", ".join(f.name for f in module.functions.values() if f.is_entry)
+            kernels = ", ".join(f.name for f in module.functions.values() if f.is_entry)
             what = f"the PTX has no kernel {name!r}"
             where = "ptx_emulator.launch"
-            numbers = f"kernels of this PTX: {known or 'none'}"
+            numbers = f"kernels of this PTX: {kernels or 'none'}"
             way_out = 'name one of them (declare it extern "C" to keep its name)'
             raise LaunchArguments(what, where=where, numbers=numbers, way_out=way_out)
         self.module = module
@@ -136,7 +136,7 @@ class PtxProgram:
         self.params_at: dict[str, int] = {}
         ends = {"shared": 0, "local": 0, "param": 0, "global": GLOBAL_BASE}
 
-        def place(table: dict[str, int], variable: Variable, name: str, space: str) -> None:
+        def assign(table: dict[str, int], variable: Variable, name: str, space: str) -> None:
             align = max(variable.align, 16 if space == "global" else 1)
             table[name] = -(-ends[space] // align) * align
             ends[space] = table[name] + variable.size + (CONST_GAP if space == "global" else 0)
@@ -146,38 +146,38 @@ class PtxProgram:
             if variable.space == "shared" and variable.count == 0:
                 dynamic[name] = variable.align
             elif variable.space == "shared":
-                place(self.shared, variable, name, "shared")
+                assign(self.shared, variable, name, "shared")
             elif variable.space == "local":
-                place(self.local, variable, name, "local")
+                assign(self.local, variable, name, "local")
             elif variable.space in ("global", "const"):
-                place(self.constants, variable, name, "global")
+                assign(self.constants, variable, name, "global")
         for variable in self.params:
-            place(self.params_at, variable, variable.name, "param")
+            assign(self.params_at, variable, variable.name, "param")
         top = max(dynamic.values(), default=1)
         self.dynamic_shared = -(-ends["shared"] // top) * top
         self.shared |= dict.fromkeys(dynamic, self.dynamic_shared)
-        at = self.shared.get(_RESERVED)
-        self.reserved = slice(0, 0) if at is None else slice(at, at + _RESERVED_BYTES)
+        start = self.shared.get(_RESERVED)
+        self.reserved = slice(0, 0) if start is None else slice(start, start + _RESERVED_BYTES)
         self.local_bytes = -(-ends["local"] // 16) * 16
         self.param_bytes = ends["param"]
         self.constant_bytes = ends["global"] - GLOBAL_BASE
 
     def first_uses(self) -> dict[str, int]:
-        """Of each variable that the kernel names, or finds through another, an instruction."""
-        found: dict[str, int] = {}
+        """The first instruction that uses each variable which the kernel names or reaches."""
+        uses: dict[str, int] = {}
         for pc, ins in enumerate(self.code):
             for operand in ins.operands:
                 base = operand.base if isinstance(operand, Mem) else operand
                 if isinstance(base, Sym):
-                    found.setdefault(base.name, pc)
-        todo = list(found)
+                    uses.setdefault(base.name, pc)
+        todo = list(uses)
         while todo:
             name = todo.pop()
             for _, target in self.variables[name].relocations if name in self.variables else ():
-                if target not in found:
-                    found[target] = found[name]
+                if target not in uses:
+                    uses[target] = uses[name]
                     todo.append(target)
-        return found
+        return uses
 
     def _require_operands(self) -> None:
         """Refuses instructions that lack the operands from which control and data flow are found.
@@ -201,7 +201,7 @@ class PtxProgram:
                 fine = all(number is not None and 0 <= number <= MOST_GROUPS for number in left)
             if len(ins.operands) < least or not fine:
                 what = f"the emulator does not support {ins.name} with these operands"
-                where = f"kernel {self.name}, {self.place(pc)}"
+                where = f"kernel {self.name}, {self.source_location(pc)}"
                 way_out = "check the operands against the PTX ISA"
                 raise UnknownInstruction(what, where=where, numbers=self.text(pc), way_out=way_out)
 
@@ -241,10 +241,13 @@ class PtxProgram:
         seen: set[Operand] = set()
         while isinstance(operand, Reg) and operand not in seen:
             seen.add(operand)
-            made = self._definitions.get(operand.index, [])
-            if len(made) != 1 or made[0].op != "mov" or made[0].guard is not None:
+            definitions = self._definitions.get(operand.index, [])
+            if len(definitions) != 1:
                 return None
-            operand = made[0].operands[1]
+            (ins,) = definitions
+            if ins.op != "mov" or ins.guard is not None:
+                return None
+            operand = ins.operands[1]
         value = instructions.as_immediate(operand)
         return None if value is None else value & 0xFFFFFFFF
 
@@ -252,8 +255,8 @@ class PtxProgram:
         """(registers written, registers read); a guarded write also reads."""
         writes: list[int] = []
         reads: list[int] = []
-        for place, operand in enumerate(ins.operands):
-            if place == 0 and fact("result", ins):
+        for index, operand in enumerate(ins.operands):
+            if index == 0 and fact("result", ins):
                 writes = instructions.registers_in(operand)
             else:
                 reads += instructions.registers_in(operand)
@@ -295,11 +298,11 @@ class PtxProgram:
         changed = True
         while changed:
             changed = False
-            for start, _, after, kept, read in stretches:
+            for start, _, after, preserved, read in stretches:
                 state = 0
                 for target in after:
                     state |= live[target]
-                state = (state & kept) | read
+                state = (state & preserved) | read
                 if state != live[start]:
                     live[start] = state
                     changed = True
@@ -337,9 +340,9 @@ class PtxProgram:
                         tracked |= new
                         changed = True
         base = len(self.registers) + 1
-        found = [r for r in range(len(self.registers)) if tracked >> r & 1]
-        self.tracked = {r: base + place for place, r in enumerate(found)}
-        slots = ((1 << len(found)) - 1) << base
+        registers = [r for r in range(len(self.registers)) if tracked >> r & 1]
+        self.tracked = {r: base + index for index, r in enumerate(registers)}
+        slots = ((1 << len(registers)) - 1) << base
         self.live = [mask | slots for mask in self.live]
 
     def _region(self, start: int, end: int) -> Region | None:
@@ -385,20 +388,20 @@ class PtxProgram:
 
     def _file_line(self, number: int, line: int) -> str:
         file = self.module.files.get(number, "?")
-        here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
-        return f"{file.removeprefix(here)}:{line}"
+        directory = os.getcwd().replace("\\", "/").rstrip("/") + "/"
+        return f"{file.removeprefix(directory)}:{line}"
 
     def describe(self, pc: int) -> str:
         """An instruction for messages: its line, the line that it was inlined at, its text."""
-        return f"{self.place(pc)}: {_LONG.sub(_shorter, self.text(pc))}"
+        return f"{self.source_location(pc)}: {_LONG.sub(_shorter, self.text(pc))}"
 
-    def place(self, pc: int) -> str:
+    def source_location(self, pc: int) -> str:
         """The line of an instruction, and the line that it was inlined at."""
         ins = self.code[min(pc, len(self.code) - 1)]
-        at = self.source_line(pc)
+        location = self.source_line(pc)
         if ins.outer != ins.line and ins.outer[1]:
-            at += f", inlined at {self._file_line(*ins.outer)}"
-        return at
+            location += f", inlined at {self._file_line(*ins.outer)}"
+        return location
 
     def text(self, pc: int) -> str:
         """The text of the instruction in the PTX, on one line."""

@@ -62,16 +62,17 @@ def register_dtypes(code: list[Instruction], kinds: list[str]) -> list[str]:
     total: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for index, counter in votes.items():
         total[root(index)].update(counter)
-    found = []
-    for place, kind in enumerate(kinds):
+    dtypes = []
+    for register, kind in enumerate(kinds):
         if kind in _FIXED:
-            found.append(DTYPE[kind])
+            dtypes.append(DTYPE[kind])
             continue
         width = str(TYPE_BYTES[kind])
-        polled = [(count, code) for code, count in total[root(place)].items() if code[1:] == width]
-        found.append(max(polled)[1] if polled else "u" + width)
-    found.append("u4")  # the carry flag
-    return found
+        counts = total[root(register)].items()
+        polled = [(count, dtype) for dtype, count in counts if dtype[1:] == width]
+        dtypes.append(max(polled)[1] if polled else "u" + width)
+    dtypes.append("u4")  # the carry flag
+    return dtypes
 
 
 @functools.cache
@@ -88,8 +89,8 @@ def _votes(ins: Instruction, types: tuple[str, ...]) -> Iterator[tuple[Operand, 
         others = others[2:] if ins.op == "mma" else []
     elif ins.op != "cvt":
         first = last
-    for place, operand in enumerate((*ins.operands[:1], *others)):
-        yield operand, last if place else first
+    for index, operand in enumerate((*ins.operands[:1], *others)):
+        yield operand, last if index else first
 
 
 def _plain(operand: Operand) -> list[int]:

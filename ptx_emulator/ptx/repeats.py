@@ -73,19 +73,19 @@ def find_repeats(program: PtxProgram) -> Repeats:
     spins: dict[int, int] = {}
     for loop in _loops(program):
         for pc in loop.intersection(decided) - repeated:
-            ways_out, own = _ways_out(program, loop), decided[pc].branches
+            ways_out, deciding = _ways_out(program, loop), decided[pc].branches
             # Without the result, nothing that changes from turn to turn decides.
             guards = [r for way in ways_out for r in program.effects(code[way])[1]]
-            alone = bool(ways_out) and ways_out <= own and _is_fixed(program, loop, guards, pc)
+            alone = bool(ways_out) and ways_out <= deciding and _is_fixed(program, loop, guards, pc)
             if pc in waits:
-                found = alone
-                counted |= {pc} if ways_out & own else set()
+                is_repeated = alone
+                counted |= {pc} if ways_out & deciding else set()
             else:
-                place = registers_in(code[pc].operands[1])
-                found = bool(ways_out & own) and _is_fixed(program, loop, place)
-            if found:
+                address = registers_in(code[pc].operands[1])
+                is_repeated = bool(ways_out & deciding) and _is_fixed(program, loop, address)
+            if is_repeated:
                 repeated.add(pc)
-                if not any(_matters(code[at]) for at in loop - {pc}):
+                if not any(_concerns_other_threads(code[other]) for other in loop - {pc}):
                     idle.add(pc)
                     if alone and pc not in waits:
                         spins |= dict.fromkeys(loop, pc)
@@ -95,8 +95,8 @@ def find_repeats(program: PtxProgram) -> Repeats:
     polls, endless = repeated.intersection(volatile), repeated.intersection(waits)
     ignored = [pc for pc in waits if not decided[pc].any]
     # Compilers copy the first turn of a loop to the place before it.
-    places = {_place(code[pc]) for pc in polls}
-    polls.update(pc for pc in volatile if _place(code[pc]) in places)
+    polled = {_polled_location(code[pc]) for pc in polls}
+    polls.update(pc for pc in volatile if _polled_location(code[pc]) in polled)
     return Repeats(
         frozenset(polls),
         frozenset(endless),
@@ -107,17 +107,17 @@ def find_repeats(program: PtxProgram) -> Repeats:
     )
 
 
-def _place(ins: Instruction) -> tuple[object, ...]:
+def _polled_location(ins: Instruction) -> tuple[object, ...]:
     return (ins.operands[1], *(word for word in ins.mods if word in ("global", "shared")))
 
 
 def _loops(program: PtxProgram) -> Iterator[set[int]]:
-    """The instructions of each loop, those between a branch back and its target; short ones first.
+    """The instructions of each loop, from the target of a branch back to it; short loops first.
 
     A branch back may lead to what never comes to the branch again: then there is no loop. A loop
     with several branches back is found by each of them, and then together with the shorter ones.
     """
-    found: list[set[int]] = []
+    loops: list[set[int]] = []
     after, before = _ways(program)
     back = [(pc, to) for pc, targets in enumerate(after) for to in targets if to <= pc]
     for end, start in sorted(back, key=lambda edge: edge[0] - edge[1]):
@@ -125,8 +125,8 @@ def _loops(program: PtxProgram) -> Iterator[set[int]]:
         if start in behind:
             loop = behind & _reached(start, end, lambda pc: after[pc] if pc < len(after) else ())
             yield loop
-            whole = loop.union(*(other for other in found if not other.isdisjoint(loop)))
-            found.append(whole)
+            whole = loop.union(*(other for other in loops if not other.isdisjoint(loop)))
+            loops.append(whole)
             if whole != loop:
                 yield whole
 
@@ -143,14 +143,14 @@ def _ways(program: PtxProgram) -> tuple[list[list[int]], dict[int, list[int]]]:
 
 def _reached(first: int, last: int, ways: Callable[[int], Iterable[int]]) -> set[int]:
     """What can be reached from ``first`` without passing ``last``, both included."""
-    found, todo = {first}, [first] if first != last else []
+    reached, todo = {first}, [first] if first != last else []
     while todo:
         for pc in ways(todo.pop()):
-            if pc not in found:
-                found.add(pc)
+            if pc not in reached:
+                reached.add(pc)
                 if pc != last:
                     todo.append(pc)
-    return found
+    return reached
 
 
 def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
@@ -165,7 +165,7 @@ def _ways_out(program: PtxProgram, loop: set[int]) -> set[int]:
 def _is_fixed(program: PtxProgram, loop: set[int], registers: list[int], but: int = -1) -> bool:
     """Whether registers have the same value in every turn, but for the result of ``but``.
 
-    They do not if one of them is computed from itself, be it by way of other registers.
+    A register that is computed from itself, directly or through others, has not.
     """
     sources: dict[int, set[int]] = {}
     todo = list(registers)
@@ -174,11 +174,11 @@ def _is_fixed(program: PtxProgram, loop: set[int], registers: list[int], but: in
         if register in sources:
             continue
         sources[register] = set()
-        for at in loop - {but}:
-            if program.writes[at] >> register & 1:
-                if program.code[at].op in _USES:
+        for pc in loop - {but}:
+            if program.writes[pc] >> register & 1:
+                if program.code[pc].op in _USES:
                     return False
-                sources[register].update(program.effects(program.code[at])[1])
+                sources[register].update(program.effects(program.code[pc])[1])
         todo += sources[register]
     # Without those whose sources are all fixed, what is left is a circle and what it leads to.
     left = set(sources)
@@ -197,23 +197,23 @@ class _Uses(NamedTuple):
 def _uses(program: PtxProgram, pc: int) -> _Uses:
     code = program.code
     result = mask_of(program.effects(code[pc])[0])
-    known: dict[int, int] = {}
+    dependent: dict[int, int] = {}
     todo = [(after, result) for after in program.successors(pc)]
     branches, used = set(), False
     while todo:
-        at, held = todo.pop()
-        if at >= len(code) or not held & program.live[at] & ~known.get(at, 0):
+        index, registers = todo.pop()
+        if index >= len(code) or not registers & program.live[index] & ~dependent.get(index, 0):
             continue
-        held = known[at] = held & program.live[at] | known.get(at, 0)
-        ins = code[at]
-        if not program.reads[at] & held:
-            held &= ~program.writes[at]
+        registers = dependent[index] = registers & program.live[index] | dependent.get(index, 0)
+        ins = code[index]
+        if not program.reads[index] & registers:
+            registers &= ~program.writes[index]
         elif ins.op in _USES or not fact("result", ins):
             used = True
-            branches |= {at} if ins.op in _BRANCHES else set()
+            branches |= {index} if ins.op in _BRANCHES else set()
         else:
-            held |= mask_of(program.effects(ins)[0])
-        todo += [(after, held) for after in program.successors(at)]
+            registers |= mask_of(program.effects(ins)[0])
+        todo += [(after, registers) for after in program.successors(index)]
     return _Uses(branches, used)
 
 
@@ -231,28 +231,30 @@ class Comparison(NamedTuple):
     @property
     def reads(self) -> int:
         """A bit mask of the registers."""
-        return mask_of([each.index for each in (self.one, self.other) if isinstance(each, Reg)])
+        return mask_of(
+            [operand.index for operand in (self.one, self.other) if isinstance(operand, Reg)]
+        )
 
-    def value(self, known: Known) -> int | None:
+    def value(self, values: KnownValues) -> int | None:
         """1 or 0, or None where it is not known. What is less is not equal."""
-        found = known.get(self)
-        if isinstance(found, int):
-            return found
+        value = values.get(self)
+        if isinstance(value, int):
+            return value
         if isinstance(self.other, int) or self.kind[0] in "su":
             return None
         pairs = (self.one, self.other), (self.other, self.one)
         less = (Comparison(sign + self.kind, *pair) for sign in "su" for pair in pairs)
-        return 0 if any(known.get(each) == 1 for each in less) else None
+        return 0 if any(values.get(comparison) == 1 for comparison in less) else None
 
 
 class Unknown(NamedTuple):
     """The value of a comparison that is not known, or its opposite."""
 
-    of: Comparison
+    comparison: Comparison
     opposite: bool
 
 
-Known = dict[int | Comparison, int | Unknown]
+KnownValues = dict[int | Comparison, int | Unknown]
 """The values of registers, by number, and of comparisons on a way through a kernel: those that a
 failure determines, and those that the branches on the way do."""
 _MOST_WAYS = 8
@@ -281,13 +283,15 @@ def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
     ends: dict[int, tuple[int, ...]] = {}
     if not waits:
         return FailedWaits(frozenset(), begins, ends)
-    compared = Counter(found.of.reads for found in map(_compared, program.code) if found)
+    compared = Counter(
+        unknown.comparison.reads for unknown in map(_comparison, program.code) if unknown
+    )
     again = {reads for reads, times in compared.items() if times > 1}
     _, before = _ways(program)
     for wait in waits:
-        start = wait, _known_before(program, wait, before)
+        start = wait, _values_before(program, wait, before)
         failed = _after_failure(program, start, set(waits), again)
-        if not any(_matters(program.code[pc]) for pc in failed):
+        if not any(_concerns_other_threads(program.code[pc]) for pc in failed):
             continue
         loose.add(wait)
         for pc in range(len(program.code)):
@@ -300,13 +304,13 @@ def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
     return FailedWaits(frozenset(loose), begins, ends)
 
 
-def _matters(ins: Instruction) -> bool:
-    """Whether it accesses what other threads access, or synchronises with them."""
+def _concerns_other_threads(ins: Instruction) -> bool:
+    """Whether an instruction accesses what other threads access, or synchronises with them."""
     return instructions.may_access_between_threads(ins) or fact("unit", ins) == "barrier"
 
 
 def _after_failure(
-    program: PtxProgram, start: tuple[int, Known], waits: set[int], again: set[int]
+    program: PtxProgram, start: tuple[int, KnownValues], waits: set[int], again: set[int]
 ) -> set[int]:
     """The instructions that may be executed after a wait has failed, before one that cannot.
 
@@ -315,93 +319,99 @@ def _after_failure(
         again: the registers, as bit masks, that several comparisons read.
     """
     code, endless = program.code, program.repeats.endless
-    found: dict[int, list[Known]] = {}
+    reached: dict[int, list[KnownValues]] = {}
     todo, wait = [start], start[0]
     while todo:
-        pc, known = todo.pop()
+        pc, values = todo.pop()
         if pc >= len(code) or (pc in endless and pc != wait):
             continue
-        known = {of: x for of, x in known.items() if _registers(of) & program.live[pc]}
-        ways = found.setdefault(pc, [])
-        if any(way.items() <= known.items() for way in ways):
+        values = {key: x for key, x in values.items() if _registers(key) & program.live[pc]}
+        ways = reached.setdefault(pc, [])
+        if any(way.items() <= values.items() for way in ways):
             continue
-        ways[:] = [known, *(way for way in ways if not known.items() <= way.items())]
+        ways[:] = [values, *(way for way in ways if not values.items() <= way.items())]
         if len(ways) > _MOST_WAYS:
-            known = dict(set.intersection(*(set(way.items()) for way in ways)))
-            ways[:] = [known]
+            values = dict(set.intersection(*(set(way.items()) for way in ways)))
+            ways[:] = [values]
         ins = code[pc]
-        guard = None if ins.guard is None else known.get(ins.guard.index)
+        guard = None if ins.guard is None else values.get(ins.guard.index)
         if ins.op == "bra" and ins.guard is not None:
             target = ins.operands[0]
             assert isinstance(target, LabelRef)
             for value, to in ((1, target.target), (0, pc + 1)):
                 value ^= ins.guard_negated
                 if guard != 1 - value:
-                    todo.append((to, _decided(known, ins.guard.index, value)))
+                    todo.append((to, _values_after_branch(values, ins.guard.index, value)))
             continue
         if ins.guard is None or guard != int(ins.guard_negated):
-            known = _executed(program, pc, known, again, fails=pc in waits)
-        todo += [(to, known) for to in program.successors(pc)]
-    return set(found) - {wait}
+            values = _values_after(program, pc, values, again, fails=pc in waits)
+        todo += [(to, values) for to in program.successors(pc)]
+    return set(reached) - {wait}
 
 
-def _known_before(program: PtxProgram, pc: int, before: dict[int, list[int]]) -> Known:
-    """What the branches on the only way to an instruction have shown."""
-    known, shown = Known(), dict[int, int]()
-    at, written = pc, 0
-    while len(before.get(at, ())) == 1 and before[at][0] < at:
-        came, (at,) = at, before[at]
-        ins = program.code[at]
+def _values_before(program: PtxProgram, pc: int, before: dict[int, list[int]]) -> KnownValues:
+    """The values that the branches on the only way to an instruction have shown."""
+    values, shown = KnownValues(), dict[int, int]()
+    current, written = pc, 0
+    while len(before.get(current, ())) == 1 and before[current][0] < current:
+        came, (current,) = current, before[current]
+        ins = program.code[current]
         if ins.op == "bra" and ins.guard is not None and not written >> ins.guard.index & 1:
-            taken = came != at + 1
-            known[ins.guard.index] = shown[ins.guard.index] = taken ^ ins.guard_negated
-        written |= program.writes[at]
-        compared, to = _compared(ins), ins.operands[0] if ins.operands else None
+            taken = came != current + 1
+            values[ins.guard.index] = shown[ins.guard.index] = taken ^ ins.guard_negated
+        written |= program.writes[current]
+        compared, to = _comparison(ins), ins.operands[0] if ins.operands else None
         if isinstance(to, Reg) and to.index in shown and ins.guard is None:
             value = shown.pop(to.index)
-            if compared is not None and not written & compared.of.reads:
-                known[compared.of] = value ^ compared.opposite
-    return known
+            if compared is not None and not written & compared.comparison.reads:
+                values[compared.comparison] = value ^ compared.opposite
+    return values
 
 
-def _decided(known: Known, register: int, value: int) -> Known:
-    """What is known where a branch has shown the value of a register."""
-    before, found = known.get(register), {**known, register: value}
+def _values_after_branch(values: KnownValues, register: int, value: int) -> KnownValues:
+    """The known values where a branch has shown the value of a register."""
+    before, decided = values.get(register), {**values, register: value}
     if isinstance(before, Unknown):
-        found[before.of] = value ^ before.opposite
-    return found
+        decided[before.comparison] = value ^ before.opposite
+    return decided
 
 
-def _executed(program: PtxProgram, pc: int, known: Known, again: set[int], fails: bool) -> Known:
-    """What is known after an instruction."""
+def _values_after(
+    program: PtxProgram, pc: int, values: KnownValues, again: set[int], fails: bool
+) -> KnownValues:
+    """The known values after an instruction."""
     ins, writes = program.code[pc], program.writes[pc]
-    value: int | Unknown | None = 0 if fails else _value(ins, known)
-    compared = _compared(ins)
-    if value is None and compared is not None and compared.of.reads in again:
-        found = compared.of.value(known)
-        value = compared if found is None else found ^ compared.opposite
-    if isinstance(value, Unknown) and writes & value.of.reads:
+    value: int | Unknown | None = 0 if fails else _result(ins, values)
+    compared = _comparison(ins)
+    if value is None and compared is not None and compared.comparison.reads in again:
+        outcome = compared.comparison.value(values)
+        value = compared if outcome is None else outcome ^ compared.opposite
+    if isinstance(value, Unknown) and writes & value.comparison.reads:
         value = None
-    known = {of: x for of, x in known.items() if not writes & (_registers(of) | _of_value(x))}
+    values = {
+        key: x
+        for key, x in values.items()
+        if not writes & (_registers(key) | _registers_of_value(x))
+    }
     to = ins.operands[0] if ins.operands else None
     to = to.first if isinstance(to, Pair) else to
     if isinstance(to, Reg) and value is not None and ins.guard is None:
-        known[to.index] = value
-    return known
+        values[to.index] = value
+    return values
 
 
-def _registers(of: int | Comparison) -> int:
-    return of.reads if isinstance(of, Comparison) else 1 << of
+def _registers(key: int | Comparison) -> int:
+    return key.reads if isinstance(key, Comparison) else 1 << key
 
 
-def _of_value(value: int | Unknown) -> int:
-    return value.of.reads if isinstance(value, Unknown) else 0
+def _registers_of_value(value: int | Unknown) -> int:
+    return value.comparison.reads if isinstance(value, Unknown) else 0
 
 
-def _compared(ins: Instruction) -> Unknown | None:
-    """What an instruction compares; None for others than comparisons of two integers.
+def _comparison(ins: Instruction) -> Unknown | None:
+    """The comparison of two integers by an instruction; None for other instructions.
 
-    All are written by "less" and "equal": a <= b is not b < a, and a <= 7 is a < 8.
+    All comparisons are written by "less" and "equal": a <= b is not b < a, and a <= 7 is a < 8.
     """
     is_one = ins.op == "setp" and len(ins.operands) == 3
     if not is_one or not re.fullmatch(r"[bsu](16|32|64)", ins.mods[-1]):
@@ -427,32 +437,32 @@ def _compared(ins: Instruction) -> Unknown | None:
     return Unknown(Comparison(kind, a, b), word == "ge")
 
 
-def _value(ins: Instruction, known: Known) -> int | None:
+def _result(ins: Instruction, values: KnownValues) -> int | None:
     """The result of an instruction, if it depends on known values only."""
 
-    def of(operand: Operand) -> int | None:
+    def operand_value(operand: Operand) -> int | None:
         if isinstance(operand, Not):
-            value = of(operand.reg)
+            value = operand_value(operand.reg)
             return None if value is None else 1 - value
         if not isinstance(operand, Reg):
             return as_immediate(operand)
-        held = known.get(operand.index)
-        return held if isinstance(held, int) else None
+        register_value = values.get(operand.index)
+        return register_value if isinstance(register_value, int) else None
 
-    values = [of(operand) for operand in ins.operands[1:]]
-    if ins.op == "selp" and values[2] is not None:
-        return values[0 if values[2] else 1]
-    if ins.op == "vote" and "all" in ins.mods and values[0] == 0:
+    sources = [operand_value(operand) for operand in ins.operands[1:]]
+    if ins.op == "selp" and sources[2] is not None:
+        return sources[0 if sources[2] else 1]
+    if ins.op == "vote" and "all" in ins.mods and sources[0] == 0:
         return 0
-    if ins.op == "and" and 0 in values:
+    if ins.op == "and" and 0 in sources:
         return 0
-    if not values or None in values:
+    if not sources or None in sources:
         return None
     function: Callable[..., Any] | None = _LOGIC.get(ins.op)
-    if ins.op == "setp" and len(values) == 2:
+    if ins.op == "setp" and len(sources) == 2:
         function = next((_COMPARED[word] for word in ins.mods if word in _COMPARED), None)
     if ins.op in ("mov", "cvt"):
-        return int(values[0] != 0) if "pred" in ins.mods else values[0]
+        return int(sources[0] != 0) if "pred" in ins.mods else sources[0]
     if ins.op == "not" and "pred" in ins.mods:
-        return 1 - int(values[0] or 0)
-    return None if function is None else int(function(*values))
+        return 1 - int(sources[0] or 0)
+    return None if function is None else int(function(*sources))

@@ -74,14 +74,14 @@ class SingleThreads(Cohort):
 
     __slots__ = ("lane",)
 
-    def __init__(self, cohort: Cohort, places: Array, lanes: Array) -> None:
-        super().__init__(cohort.rows[places], cohort.pc, [], None)
+    def __init__(self, cohort: Cohort, cohort_rows: Array, lanes: Array) -> None:
+        super().__init__(cohort.rows[cohort_rows], cohort.pc, [], None)
         self.lane = lanes
 
-    def some(self, which: Array) -> SingleThreads:
+    def select(self, which: Array) -> SingleThreads:
         """The threads that a mask or an array of indices selects."""
-        places = np.arange(self.n)[which]
-        return SingleThreads(self, places, self.lane[places])
+        indices = np.arange(self.n)[which]
+        return SingleThreads(self, indices, self.lane[indices])
 
 
 # ---- why a cohort cannot run: one class per kind of wait, stored in ``Cohort.waits``
@@ -188,7 +188,7 @@ def splice(
 
 def merge(cohorts: list[Cohort], live: Sequence[int]) -> Cohort:
     """Merges cohorts that are at the same instruction into one."""
-    rows = np.concatenate([c.rows for c in cohorts])
+    rows = np.concatenate([cohort.rows for cohort in cohorts])
     if len(np.unique(rows)) == len(rows):
         return _concatenate(cohorts, live)
     result = cohorts[0]
@@ -226,22 +226,22 @@ def _concatenate(parts: list[Cohort], live: Sequence[int]) -> Cohort:
     rows = np.concatenate([p.rows for p in parts])
     order = np.argsort(rows, kind="stable")
     total = len(rows)
-    place = np.empty(total, np.intp)
-    place[order] = np.arange(total)
+    ranks = np.empty(total, np.intp)
+    ranks[order] = np.arange(total)
     bounds = np.cumsum([0] + [p.n for p in parts])
-    places = [place[lo:hi] for lo, hi in itertools.pairwise(bounds)]
+    targets = [ranks[lo:hi] for lo, hi in itertools.pairwise(bounds)]
     registers: list[Any] = [None] * len(parts[0].registers)
     for index in live:
-        registers[index] = _join([p.registers[index] for p in parts], places, total)
+        registers[index] = _join([p.registers[index] for p in parts], targets, total)
     mask = None
     if any(p.mask is not None for p in parts):
         mask = np.empty((total, 32), bool)
-        for p, where in zip(parts, places, strict=True):
-            mask[where] = True if p.mask is None else p.mask
+        for p, target in zip(parts, targets, strict=True):
+            mask[target] = True if p.mask is None else p.mask
     return Cohort(rows[order], parts[0].pc, registers, mask)
 
 
-def _join(values: list[Any], places: list[Array], total: int) -> Any:
+def _join(values: list[Any], targets: list[Array], total: int) -> Any:
     first = values[0]
     if all(v is first for v in values):  # nearly all registers that no cohort wrote meanwhile
         if not first.ndim or first.shape[0] == 1:
@@ -250,8 +250,8 @@ def _join(values: list[Any], places: list[Array], total: int) -> Any:
         return first
     width = max(v.shape[1] if v.ndim else 1 for v in values)
     out = np.empty((total, width), first.dtype)
-    for value, place in zip(values, places, strict=True):
-        out[place] = value
+    for value, target in zip(values, targets, strict=True):
+        out[target] = value
     return out
 
 
@@ -262,12 +262,12 @@ LANES = np.arange(32)
 
 def spread(value: Any, n: int) -> Array:
     """A value of any shape as (n, 32); callers do not write to it."""
-    given: Array = np.asarray(value)
-    if given.shape == (n, 32):
-        return given
+    array: Array = np.asarray(value)
+    if array.shape == (n, 32):
+        return array
     # A copy of a few warps takes a third of the time of `numpy.broadcast_to`.
-    full = np.empty((n, 32), given.dtype)
-    full[...] = given
+    full = np.empty((n, 32), array.dtype)
+    full[...] = array
     return full
 
 

@@ -26,7 +26,7 @@ SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 
 
 def sparse_zeros(count: int, dtype: npt.DTypeLike) -> Array:
-    """Zeros of which few are accessed: other pages use neither memory nor time.
+    """An array of zeros; pages that are never accessed use neither memory nor time.
 
     np.zeros clears arrays of up to 32 MB, and takes huge pages for those beyond 4 MB.
     """
@@ -115,8 +115,8 @@ class GlobalMemory:
 
     def describe(self, address: int) -> str:
         """Describes an address relative to the nearest allocation."""
-        place = self.find(address)
-        candidates = [self.allocations[i] for i in (place, place + 1) if 0 <= i < len(self.starts)]
+        index = self.find(address)
+        candidates = [self.allocations[i] for i in (index, index + 1) if 0 <= i < len(self.starts)]
 
         def distance(a: Allocation) -> int:
             return min(abs(address - a.start), abs(address - a.start - a.size))

@@ -46,8 +46,8 @@ class Site(NamedTuple):
 
 
 class UnwrittenLocal(NamedTuple):
-    """A load of local memory that threads have not written: its warps, and of their lanes whether,
-    at which offset and how many bytes."""
+    """A load of local memory that some lanes of warps ``rows`` have not written: which lanes are
+    ``missing``, the offset of each, and how many bytes."""
 
     rows: Array
     missing: Array
@@ -58,9 +58,9 @@ class UnwrittenLocal(NamedTuple):
 class Stored(NamedTuple):
     """The store that is being checked, at offsets (n, 32) in the memory ``view``."""
 
-    here: Execution
+    execution: Execution
     view: Array
-    where: Array
+    offsets: Array
     value: Any
 
     def repeats(self, row: int, lane: int | None, together: bool) -> bool:
@@ -68,14 +68,14 @@ class Stored(NamedTuple):
 
         With ``together`` they are compared with each other only, else with the memory, too.
         """
-        at, chosen = self.where, self.here.active
+        offsets, chosen = self.offsets, self.execution.active
         if lane is not None:
-            chosen = chosen & (at == at[row, lane])
-        values = self.here.spread(self.value)[chosen]
+            chosen = chosen & (offsets == offsets[row, lane])
+        values = self.execution.spread(self.value)[chosen]
         if not together:
-            there = self.view.take(at[chosen] // self.view.itemsize)
-            values = np.append(values, there.astype(values.dtype))
-        return len({one.tobytes() for one in values}) < 2
+            stored = self.view.take(offsets[chosen] // self.view.itemsize)
+            values = np.append(values, stored.astype(values.dtype))
+        return len({value.tobytes() for value in values}) < 2
 
 
 class Execution(NamedTuple):
@@ -231,12 +231,14 @@ class Wave:
         self.cohorts.remove(old)
         self.cohorts += parts
 
-    def split(self, c: Cohort, keep: Array, pc_kept: int, pc_rest: int) -> tuple[Cohort, Cohort]:
+    def split(
+        self, cohort: Cohort, keep: Array, pc_kept: int, pc_rest: int
+    ) -> tuple[Cohort, Cohort]:
         """Splits a cohort in two by row; both selections must be non-empty."""
         live = self.program.live_list
-        kept = c.part(keep, live(pc_kept), pc_kept)
-        rest = c.part(~keep, live(pc_rest), pc_rest)
-        self.replace(c, [kept, rest])
+        kept = cohort.part(keep, live(pc_kept), pc_kept)
+        rest = cohort.part(~keep, live(pc_rest), pc_rest)
+        self.replace(cohort, [kept, rest])
         return kept, rest
 
     def hold(self, cohort: Cohort, ready: Array, pc: int, waits: Any, after: int) -> Cohort | None:
@@ -253,10 +255,10 @@ class Wave:
         return done
 
     def wake(self, kind: type) -> None:
-        """Cohorts with this kind of wait run again."""
-        for c in self.cohorts:
-            if isinstance(c.waits, kind):
-                c.waits = None
+        """Lets cohorts with this kind of wait run again."""
+        for cohort in self.cohorts:
+            if isinstance(cohort.waits, kind):
+                cohort.waits = None
 
     def shared_base(self, cohort: Cohort) -> Array:
         """Offset of each row's block in ``shared``, in bytes (n, 1)."""
@@ -265,9 +267,9 @@ class Wave:
             base = cohort.shared_base = self.shared_base_of_row[cohort.rows]
         return base
 
-    # ---- places and errors
+    # ---- locations and errors
 
-    def require_defined(self, here: Execution, defined: Any) -> None:
+    def require_defined(self, execution: Execution, defined: Any) -> None:
         """Checks that ``defined`` is true in all active lanes.
 
         Raises:
@@ -275,10 +277,10 @@ class Wave:
         """
         if defined.all():
             return
-        missing = here.spread(~defined) & here.active
+        missing = execution.spread(~defined) & execution.active
         if not missing.any():
             return
-        site = here.first(missing)
+        site = execution.first(missing)
         self.members.blame_shuffle(site)
         self._blame_local(site)
         what = "a register is read that was never written"
@@ -293,10 +295,11 @@ class Wave:
             for row in np.flatnonzero(rows == warp).tolist():
                 if site.lane is None or not missing[row, site.lane]:
                     continue
-                at = int(offset[row, site.lane])
+                local_offset = int(offset[row, site.lane])
                 what = "local memory is read that its thread has never written"
-                where = self.place(int(warp), site.lane, pc)
-                numbers = f"{size}-byte read at local offset {at}{self.program.local_name(at)}"
+                where = self.location(int(warp), site.lane, pc)
+                numbers = f"{size}-byte read at local offset {local_offset}"
+                numbers += self.program.local_name(local_offset)
                 numbers += f"; the value is used by {self.program.describe(site.pc)}"
                 advice = "initialise every element of the array before it is read"
                 raise UninitialisedRead(what, where=where, numbers=numbers, way_out=advice)
@@ -319,13 +322,13 @@ class Wave:
         gx, gy, _ = self.config.grid
         return f"({linear % gx}, {linear // gx % gy}, {linear // (gx * gy)})"
 
-    def place(self, row: int, lane: int | None, pc: int) -> str:
+    def location(self, row: int, lane: int | None, pc: int) -> str:
         """Kernel, block, warp, lane, source line and instruction, for messages."""
         program = self.program
-        at = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
+        text = f"kernel {program.name}, block {self.block_name(row)}, warp {self.row_warp[row]}"
         if lane is not None:
-            at += f", lane {lane}"
-        return f"{at}, {program.describe(pc)}"
+            text += f", lane {lane}"
+        return f"{text}, {program.describe(pc)}"
 
     def member_name(self, member: int) -> str:
         """A warp of a cluster for messages, by its number in the cluster."""
@@ -335,12 +338,13 @@ class Wave:
     def warps_text(self, rows: Array) -> str:
         """Warps of the wave for messages: the warps of the first block by number."""
         row = int(rows[0])
-        here = self.row_warp[rows[self.row_block[rows] == self.row_block[row]]]
-        there = np.zeros(int(here.max()) + 1, bool)
-        there[here] = True
-        others = f" and {len(rows) - len(here)} of other blocks" if len(rows) > len(here) else ""
-        plural = "s" if len(here) > 1 else ""
-        return f"block {self.block_name(row)} warp{plural} {ranges_text(there)}{others}"
+        warps = self.row_warp[rows[self.row_block[rows] == self.row_block[row]]]
+        present = np.zeros(int(warps.max()) + 1, bool)
+        present[warps] = True
+        count = len(rows) - len(warps)
+        others = f" and {count} of other blocks" if count else ""
+        plural = "s" if len(warps) > 1 else ""
+        return f"block {self.block_name(row)} warp{plural} {ranges_text(present)}{others}"
 
     def fail(
         self, kind: type[EmulatorError], what: str, site: Site, numbers: str, way_out: str
@@ -349,7 +353,7 @@ class Wave:
         cohort, pc, row, lane = site
         if isinstance(cohort, SingleThreads):
             lane = int(cohort.lane[row])
-        where = self.place(int(cohort.rows[row]), lane, pc)
+        where = self.location(int(cohort.rows[row]), lane, pc)
         raise kind(what, where=where, numbers=numbers, way_out=way_out)
 
 

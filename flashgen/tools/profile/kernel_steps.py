@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flashgen.kernels.codegen import Source
 from flashgen.tools.profile.kernel_profile import Phase, SourceLine
 from ptx_emulator import Totals
-from ptx_emulator.counters.totals import Place, added
+from ptx_emulator.counters.totals import FileLine, added
 
 _STEP = re.compile(r"\s*// (\d+[a-z]?)\. (.+)")
 _GOES_ON = re.compile(r"\s*// {2,}(\S.*)")
@@ -55,7 +55,7 @@ def _title(first: str, rest: Sequence[str]) -> str:
     return done + dot.rstrip()
 
 
-def phases_of(source: Source, by_line: Mapping[Place, Totals]) -> tuple[Phase, ...]:
+def phases_of(source: Source, by_line: Mapping[FileLine, Totals]) -> tuple[Phase, ...]:
     """The work of each step, from the work of its lines with the functions inlined in them.
 
     The first phase is the kernel's code before its first step. The last phase has the instructions
@@ -76,7 +76,7 @@ def phases_of(source: Source, by_line: Mapping[Place, Totals]) -> tuple[Phase, .
     )
 
 
-def lines_of(source: Source, by_line: Mapping[Place, Totals]) -> tuple[SourceLine, ...]:
+def lines_of(source: Source, by_line: Mapping[FileLine, Totals]) -> tuple[SourceLine, ...]:
     """The work of each line of the file, the line with the most warp instructions first."""
     text = source.text.splitlines()
     found = [

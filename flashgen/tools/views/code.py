@@ -129,7 +129,7 @@ def heat_of(lines: Sequence[PtxLine], filename: str) -> dict[str, Heat]:
             count = getattr(each, metric)
             if count:
                 ptx[each.line] += count
-                cuda[_own(each.place, filename)] += count
+                cuda[_own(each.source, filename)] += count
                 outer[_own(each.outer, filename)] += count
         total = sum(ptx.values())
         if total or metric == "conflicts":
@@ -149,7 +149,7 @@ def _ptx_text(build: Build, lines: Sequence[PtxLine]) -> LinkedText:
     links, outer = [0] * len(text), [0] * len(text)
     for each in lines:
         for line in range(each.line, min(each.last, len(text)) + 1):
-            links[line - 1] = _own(each.place, source.filename)
+            links[line - 1] = _own(each.source, source.filename)
             outer[line - 1] = _own(each.outer, source.filename)
     return LinkedText(f"{source.name}.ptx", text, tuple(links), tuple(outer))
 
