@@ -49,7 +49,8 @@ class Choice:
     Attributes:
         heads, heads_kv: query heads and key heads.
         most: the keys that a group lists, at most.
-        queries: of the predicted call, of as many keys; the emulated one has `QUERIES` and `KEYS`.
+        queries: queries and keys of the predicted call; the emulated call has `QUERIES` and
+            `KEYS`.
     """
 
     name: str
@@ -107,14 +108,18 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
         program, lambda *_: program, Operands(q, k, v), options, captures
     )
     chosen = ChosenCall(Setup.of(program, operands, options), operands, options)
-    spec, given, options = chosen.by_groups(operands, chosen.read(operands))
+    spec, group_operands, options = chosen.by_groups(operands, chosen.read(operands))
     signature = program_of(spec).signature
-    tensors = dict(zip((x.name for x in signature.tensors), given.captured, strict=True))
+    tensors = dict(zip((x.name for x in signature.tensors), group_operands.captured, strict=True))
     scalars = dict(zip((x.name for x in signature.scalars), options.scalars, strict=True))
     run, profiles = profile_forward(
-        spec, *given[:3], arch=arch, tensors=tensors, scalars=scalars, split_size=0
+        spec, *group_operands[:3], arch=arch, tensors=tensors, scalars=scalars, split_size=0
     )
-    profile = next(each for each in profiles if each.plan.kernel == "forward")
+    profile = next(
+        profile_of_kernel
+        for profile_of_kernel in profiles
+        if profile_of_kernel.plan.kernel == "forward"
+    )
     rows = choice.block_q * choice.heads // choice.heads_kv
     tile = run.report.kernel.plan
     keys = counts.flatten().long() * choice.block_k
@@ -137,31 +142,31 @@ def predicted(choice: Choice, arch: str) -> tuple[float, float, dict[str, float]
     rows = choice.block_q * choice.heads // choice.heads_kv
     groups = choice.heads_kv * -(-choice.queries // choice.block_q)
     by_group = groups, rows, choice.most
-    of_queries = by_groups(spec, even)
-    forward = cheapest(of_queries, arch, "forward", few_rows=rows)
+    query_spec = by_groups(spec, even)
+    forward = cheapest(query_spec, arch, "forward", few_rows=rows)
     kernels = {
         "forward": (forward, by_group),
-        "dq": (cheapest(of_queries, arch, "queries", few_rows=rows), by_group),
+        "dq": (cheapest(query_spec, arch, "queries", few_rows=rows), by_group),
     }
     if choice.block_k < FEWEST_ROWS:
-        of_lists = by_listed_keys(spec, (False, True))
-        kernels["dk, dv"] = cheapest(of_lists, arch, "keys", few_rows=rows), by_group
+        list_spec = by_listed_keys(spec, (False, True))
+        kernels["dk, dv"] = cheapest(list_spec, arch, "keys", few_rows=rows), by_group
     else:  # as many lists as blocks of keys, all equally long
         blocks = choice.heads_kv * choice.queries // choice.block_k
         by_key = blocks, choice.block_k, groups * choice.most // choice.block_k * rows // blocks
-        of_values = value_gradients(spec, even)
-        of_keys = with_columns(by_keys(spec, even), choice.head_dim_v + 8)
-        kernels["dv"] = cheapest(of_values, arch, "forward", few_rows=by_key[1]), by_key
-        kernels["dk"] = cheapest(of_keys, arch, "queries", few_rows=by_key[1]), by_key
-    machine, found = facts(arch), {}
-    for name, ((parts, kernel), (sequences, of_q, of_k)) in kernels.items():
-        tiles = -(-of_q // kernel.block_q), -(-of_k // kernel.block_k)
+        value_spec = value_gradients(spec, even)
+        key_spec = with_columns(by_keys(spec, even), choice.head_dim_v + 8)
+        kernels["dv"] = cheapest(value_spec, arch, "forward", few_rows=by_key[1]), by_key
+        kernels["dk"] = cheapest(key_spec, arch, "queries", few_rows=by_key[1]), by_key
+    machine, milliseconds = facts(arch), {}
+    for name, ((parts, kernel), (sequences, rows_q, rows_k)) in kernels.items():
+        tiles = -(-rows_q // kernel.block_q), -(-rows_k // kernel.block_k)
         scores = parts * sequences * tiles[0] * kernel.block_q * tiles[1] * kernel.block_k
-        found[name] = 1e3 * scores * kernel.cost / (machine.sms * machine.clock_hz)
-    found["rows"] = 1e3 * bytes_of_rows(choice) / machine.hbm_bytes_per_s
-    clocks = found["forward"] / 1e3 * machine.sms * machine.clock_hz
+        milliseconds[name] = 1e3 * scores * kernel.cost / (machine.sms * machine.clock_hz)
+    milliseconds["rows"] = 1e3 * bytes_of_rows(choice) / machine.hbm_bytes_per_s
+    clocks = milliseconds["forward"] / 1e3 * machine.sms * machine.clock_hz
     computed = clocks / forward[1].cost / forward[0]
-    return forward[0] * forward[1].cost, groups * rows * choice.most / computed, found
+    return forward[0] * forward[1].cost, groups * rows * choice.most / computed, milliseconds
 
 
 def bytes_of_rows(choice: Choice) -> int:
@@ -212,9 +217,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--choice", action="append", help="only these calls")
     parser.add_argument("--arch", action="append", choices=ARCHS)
-    given = parser.parse_args()
-    choices = tuple(x for x in CHOICES if not given.choice or x.name in given.choice)
-    for line in lines(tuple(given.arch or ARCHS), choices):
+    arguments = parser.parse_args()
+    choices = tuple(x for x in CHOICES if not arguments.choice or x.name in arguments.choice)
+    for line in lines(tuple(arguments.arch or ARCHS), choices):
         print(line)
 
 

@@ -41,16 +41,16 @@ def kernels(spec_file: Path, arch: str, **changes: object) -> Iterator[Build]:
     """All kernels of one spec, compiled; the backward kernels with free and fixed order of sums."""
     spec = fg.load(str(spec_file)).replace(**changes)
     yield from build_minmax_tables(spec, arch)
-    yield build(of_launch(spec, arch, "forward"), arch)
-    free = build_backward(of_launch(spec, arch, "backward"), arch)
+    yield build(spec_of_launch(spec, arch, "forward"), arch)
+    free = build_backward(spec_of_launch(spec, arch, "backward"), arch)
     yield from free
-    names = {each.source.filename for each in free}
-    fixed = build_backward(of_launch(spec, arch, "deterministic"), arch, deterministic=True)
-    yield from (each for each in fixed if each.source.filename not in names)
+    names = {kernel.source.filename for kernel in free}
+    fixed = build_backward(spec_of_launch(spec, arch, "deterministic"), arch, deterministic=True)
+    yield from (kernel for kernel in fixed if kernel.source.filename not in names)
 
 
-def of_launch(spec: fg.AttentionSpec, arch: str, which: str) -> fg.AttentionSpec:
-    """The spec whose kernels compute a pass: that of a part where no tile holds all of V."""
+def spec_of_launch(spec: fg.AttentionSpec, arch: str, which: str) -> fg.AttentionSpec:
+    """The spec whose kernels compute a pass: the spec of a part where no tile holds all of V."""
     columns = columns_of_launch(spec, arch, which).columns
     return with_columns(spec, columns) if columns not in (0, spec.head_dim_v) else spec
 
@@ -66,24 +66,24 @@ def faults(
 ) -> tuple[int, list[str]]:
     """The number of kernels of a spec with these changes, and a line for each fault.
 
-    ``digests`` gets those of the kernels, by their file names.
+    ``digests`` gets the digests of the kernels, by their file names.
     """
-    found, count = [], 0
+    faults_found, count = [], 0
     try:
-        for each in kernels(spec_file, arch, **changes):
+        for kernel in kernels(spec_file, arch, **changes):
             count += 1
-            name, resources = each.source.filename, each.binary.resources
-            code = instructions(each.binary.ptx).encode()
+            name, resources = kernel.source.filename, kernel.binary.resources
+            code = instructions(kernel.binary.ptx).encode()
             digests[name] = hashlib.sha256(code).hexdigest()[:16]
-            found += [f"{name}: {warning}" for warning in each.binary.warnings]
-            if waiting_exponentials(each):
-                found.append(f"{name}: exponentials behind the wait for dP")
+            faults_found += [f"{name}: {warning}" for warning in kernel.binary.warnings]
+            if waiting_exponentials(kernel):
+                faults_found.append(f"{name}: exponentials behind the wait for dP")
             if not resources.clean:
                 spilled = f"{resources.spill_store_bytes} B spilled"
-                found.append(f"{name}: {spilled}, {resources.stack_bytes} B of stack")
+                faults_found.append(f"{name}: {spilled}, {resources.stack_bytes} B of stack")
     except FlashgenError as error:
-        found.append(f"{spec_file.stem}, {arch}: {error}")
-    return count, found
+        faults_found.append(f"{spec_file.stem}, {arch}: {error}")
+    return count, faults_found
 
 
 def main() -> int:
@@ -113,9 +113,9 @@ def main() -> int:
         lines = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
         args.digests.write_text("".join(lines))
     print(f"{'spec':<18}{'path':<8}{'kernels':>8}{'faults':>8}")
-    for (spec, arch), (number, found) in zip(tasks, results, strict=True):
-        print(f"{spec.stem:<18}{arch:<8}{number:>8}{len(found):>8}")
-    lines = [line for _, found in results for line in found]
+    for (spec, arch), (number, faults_found) in zip(tasks, results, strict=True):
+        print(f"{spec.stem:<18}{arch:<8}{number:>8}{len(faults_found):>8}")
+    lines = [line for _, faults_found in results for line in faults_found]
     print(*lines, sep="\n", end="\n" if lines else "")
     count = sum(number for number, _ in results)
     print(

@@ -53,13 +53,13 @@ def seconds(call: Call, *tensors: torch.Tensor) -> float:
 
 def alternately(contenders: dict[str, Call], rounds: int, *tensors: torch.Tensor) -> Times:
     """The times of all contenders in each round, after a round that is not counted."""
-    found: Times = {name: [] for name in contenders}
+    times: Times = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, call in contenders.items():
-            taken = seconds(call, *tensors)
+            elapsed = seconds(call, *tensors)
             if number:
-                found[name].append(taken)
-    return found
+                times[name].append(elapsed)
+    return times
 
 
 def ratio(times: Times, name: str, other: str) -> float:

@@ -45,13 +45,13 @@ def measure(spec: fg.AttentionSpec, heads: int, tokens: int) -> tuple[dict[str, 
     shape = (1, heads, tokens, HEAD_DIM)
     q, k, v = (torch.randn(shape, generator=generator).half() for _ in range(3))
     best = dict.fromkeys(WAYS, float("inf"))
-    given = os.environ.get("FLASHGEN_EMULATOR_SUMS", "")
+    earlier_value = os.environ.get("FLASHGEN_EMULATOR_SUMS", "")
     for _ in range(REPEATS):
         for name, (check, sums) in WAYS.items():
             os.environ["FLASHGEN_EMULATOR_SUMS"] = sums
             run = run_forward(spec, q, k, v, backend="emulator", arch=ARCH, check_memory=check)
             best[name] = min(best[name], run.report.run_seconds)
-    os.environ["FLASHGEN_EMULATOR_SUMS"] = given
+    os.environ["FLASHGEN_EMULATOR_SUMS"] = earlier_value
     return best, run.report
 
 

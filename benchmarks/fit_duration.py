@@ -100,8 +100,8 @@ class Point:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    return found
+    contents: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return contents
 
 
 def published() -> list[dict[str, Any]]:
@@ -112,25 +112,25 @@ def published() -> list[dict[str, Any]]:
 
 def sources() -> dict[str, str]:
     """The sources of the series by their names."""
-    found: dict[str, str] = _file()["sources"]
-    return found
+    names: dict[str, str] = _file()["sources"]
+    return names
 
 
 def points() -> list[Point]:
     """All points of the file."""
     return [
-        Point(place, seq, tflops)
-        for place, series in enumerate(published())
+        Point(index, seq, tflops)
+        for index, series in enumerate(published())
         for seq, tflops in zip(series["seq"], series["tflops"], strict=True)
     ]
 
 
 @functools.cache
-def _kernels(place: int) -> tuple[tuple[Evaluated, Plan], ...]:
+def _kernels(index: int) -> tuple[tuple[Evaluated, Plan], ...]:
     """The kernels of a series as plans of this project's models, whether or not they would fit."""
-    series = published()[place]
+    series = published()[index]
     spec = fg.AttentionSpec(head_dim=series["head_dim"], dtype=series["dtype"])
-    found = []
+    kernels = []
     for kernel in series["kernels"]:
         problem = problem_of(spec, facts(series["arch"]), None, 16, kernel=kernel["kernel"])
         owned, step = kernel["block_q"], kernel["block_k"]
@@ -145,25 +145,25 @@ def _kernels(place: int) -> tuple[tuple[Evaluated, Plan], ...]:
             column_warps=column_warps,
             score_warps=kernel.get("score_warps", 1),
         )
-        each = evaluated(problem, tile)
-        found.append((each, plan_of_tile(problem, each, "given")))
-    return tuple(found)
+        evaluated_tile = evaluated(problem, tile)
+        kernels.append((evaluated_tile, plan_of_tile(problem, evaluated_tile, "given")))
+    return tuple(kernels)
 
 
-def _with_cost(place: int, kernel: Evaluated, plan: Plan) -> Plan:
-    """The plan, its cost by what is known of the published kernel."""
-    series = published()[place]
-    at = {**kernel.quantities}
+def _with_cost(index: int, kernel: Evaluated, plan: Plan) -> Plan:
+    """The plan with the cost of the published kernel, as far as it is known."""
+    series = published()[index]
+    quantities = {**kernel.quantities}
     shared = SAME_KEYS if plan.code_path.copies_by_tma and plan.column_warps == 2 else {}
     for formula in kernel.model.cost_steps:
-        at[formula.name] = formula(at)
+        quantities[formula.name] = formula(quantities)
         if formula.name in shared:
-            at[formula.name] = shared[formula.name](at)
+            quantities[formula.name] = shared[formula.name](quantities)
         if formula.name == "rest" and "instructions" in series:
-            at["rest"] = series["instructions"] - at["products"]
+            quantities["rest"] = series["instructions"] - quantities["products"]
         if formula.name == "l2":
-            at["l2"] /= series.get("cluster", 1)
-    return replace(plan, cost=float(at["cost"]), quantities=Quantities(at))
+            quantities["l2"] /= series.get("cluster", 1)
+    return replace(plan, cost=float(quantities["cost"]), quantities=Quantities(quantities))
 
 
 def predicted(point: Point) -> float:
@@ -190,50 +190,53 @@ def predicted(point: Point) -> float:
 
 def _causal_tiles(plan: Plan, seq: int) -> Visited:
     """The tiles that a block visits: keys up to its queries, or queries from its keys on."""
-    of_queries, of_keys = -(-seq // plan.block_q), -(-seq // plan.block_k)
+    query_tiles, key_tiles = -(-seq // plan.block_q), -(-seq // plan.block_k)
     if plan.owns_keys:
-        return [range(key * plan.block_k // plan.block_q, of_queries) for key in range(of_keys)]
-    last = (min(seq, (tile + 1) * plan.block_q) for tile in range(of_queries))
+        return [range(key * plan.block_k // plan.block_q, query_tiles) for key in range(key_tiles)]
+    last = (min(seq, (tile + 1) * plan.block_q) for tile in range(query_tiles))
     return [range(-(-end // plan.block_k)) for end in last]
 
 
-def errors(of: Sequence[Point]) -> list[float]:
+def errors(measurements: Sequence[Point]) -> list[float]:
     """Predicted over measured speed, minus 1."""
-    return [predicted(point) / point.tflops - 1 for point in of]
+    return [predicted(point) / point.tflops - 1 for point in measurements]
 
 
-def counted(of: Sequence[Point]) -> list[Point]:
-    """The points that count: all but those of short lengths."""
-    return [point for point in of if not point.short]
+def counted(measurements: Sequence[Point]) -> list[Point]:
+    """The points that count: all but points of short lengths."""
+    return [point for point in measurements if not point.short]
 
 
 def form_errors(forms: list[model_errors.Point], constants: Constants = CONSTANTS) -> list[float]:
     """The logarithms of predicted over measured times of the forms of one call, less their mean."""
-    found = [math.log1p(form.error(constants)) for form in forms]
-    return [each - statistics.mean(found) for each in found]
+    logarithms = [math.log1p(form.error(constants)) for form in forms]
+    return [logarithm - statistics.mean(logarithms) for logarithm in logarithms]
 
 
-def step(of: Sequence[model_errors.Point], constants: Constants) -> Constants:
+def step(measurements: Sequence[model_errors.Point], constants: Constants) -> Constants:
     """One step of Gauss and Newton towards the least squares of log(predicted / measured)."""
-    calls, own = model_errors.comparisons(), constants[PATH]
-    some = [point for point in of if point.kind == model_errors.ONE_RANGE]
-    names = [name for name in own if name not in FIXED]
+    calls, path_constants = model_errors.comparisons(), constants[PATH]
+    one_range = [point for point in measurements if point.kind == model_errors.ONE_RANGE]
+    names = [name for name in path_constants if name not in FIXED]
 
-    def residuals(at: Constants) -> np.ndarray[Any, np.dtype[np.float64]]:
-        forms = [each for forms in calls for each in form_errors(forms, at)]
-        records = [math.log1p(each.error(at)) for each in some]
-        return np.array(records + [FORM_WEIGHT * each for each in forms])
+    def residuals(trial: Constants) -> np.ndarray[Any, np.dtype[np.float64]]:
+        forms = [error for forms in calls for error in form_errors(forms, trial)]
+        records = [math.log1p(point.error(trial)) for point in one_range]
+        return np.array(records + [FORM_WEIGHT * error for error in forms])
 
     base = residuals(constants)
     columns = []
     for name in names:
-        changed = {**constants, PATH: {**own, name: own[name] * (1 + DELTA)}}
+        changed = {**constants, PATH: {**path_constants, name: path_constants[name] * (1 + DELTA)}}
         columns.append((residuals(changed) - base) / DELTA)
     change, *_ = np.linalg.lstsq(np.stack(columns, axis=1), -base, rcond=None)
     change = np.clip(change, -0.5, 0.5)
     for share in (1, 1 / 2, 1 / 4, 1 / 8):  # the model has kinks: a whole step may go too far
         factors = zip(names, 1 + share * change, strict=True)
-        better = {**constants, PATH: {**own, **{x: own[x] * float(by) for x, by in factors}}}
+        better = {
+            **constants,
+            PATH: {**path_constants, **{x: path_constants[x] * float(by) for x, by in factors}},
+        }
         if np.sum(residuals(better) ** 2) < np.sum(base**2):
             return better
     return constants
@@ -248,26 +251,26 @@ def records(*, seen: bool = True) -> list[model_errors.Point]:
     since the last fit. Masks that are one range of keys decide."""
     kinds = (model_errors.ONE_RANGE, model_errors.OTHERS)
     return [
-        each
-        for each in model_errors.points()
-        if each.path == PATH and each.kind in kinds and (each.run not in SINCE) == seen
+        point
+        for point in model_errors.points()
+        if point.path == PATH and point.kind in kinds and (point.run not in SINCE) == seen
     ]
 
 
 def table_of_errors() -> str:
     """The errors by library, GPU and pass as a table of docs/planner.md."""
     groups: dict[tuple[str, ...], list[float]] = {}
-    of = counted(points())
-    for point, error in zip(of, errors(of), strict=True):
+    counted_points = counted(points())
+    for point, error in zip(counted_points, errors(counted_points), strict=True):
         series = published()[point.series]
         key = series["library"], _PASSES[series["pass"]], series["gpu"]
         groups.setdefault(key, []).append(abs(error))
         groups.setdefault(("all", "", ""), []).append(abs(error))
     lines = ["| kernels | pass | GPU | points | median error | worst |", f"|{' --- |' * 6}"]
     groups["all", "", ""] = groups.pop(("all", "", ""))
-    for key, found in groups.items():
-        median, worst = statistics.median(found), max(found)
-        lines.append(f"| {' | '.join(key)} | {len(found)} | {median:.1%} | {worst:.1%} |")
+    for key, errors_of_group in groups.items():
+        median, worst = statistics.median(errors_of_group), max(errors_of_group)
+        lines.append(f"| {' | '.join(key)} | {len(errors_of_group)} | {median:.1%} | {worst:.1%} |")
     return "\n".join(line.replace("|  ", "| ") for line in lines)
 
 
@@ -287,22 +290,24 @@ def main() -> int:
         return 0
     console = Console(width=150)
     if options.fit:
-        of, constants = records(), CONSTANTS
+        measurements, constants = records(), CONSTANTS
         for _ in range(options.fit):
-            constants = step(of, constants)
+            constants = step(measurements, constants)
             console.print({name: round(value, 4) for name, value in constants[PATH].items()})
-        console.print(in_words([point.error(constants) for point in of]))
+        console.print(in_words([point.error(constants) for point in measurements]))
         calls = model_errors.comparisons()
-        forms = [math.expm1(each) for forms in calls for each in form_errors(forms, constants)]
+        forms = [
+            math.expm1(logarithm) for forms in calls for logarithm in form_errors(forms, constants)
+        ]
         console.print(f"forms of one call beside each other: {in_words(forms)}")
         return 0
     every = points()
     table = Table("kernel", "GPU", "pass", "d", "mask", "predicted / measured - 1, by length")
-    for place, series in enumerate(published()):
-        of_series = [point for point in every if point.series == place]
+    for index, series in enumerate(published()):
+        points_of_series = [point for point in every if point.series == index]
         shown = (
             f"{point.seq}: {error:+.0%}"
-            for point, error in zip(of_series, errors(of_series), strict=True)
+            for point, error in zip(points_of_series, errors(points_of_series), strict=True)
         )
         mask = "causal" if series["causal"] else "none"
         table.add_row(

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="parts: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS),
+        epilog="parts: " + "; ".join(f"{part.name} ({part.description})" for part in PARTS),
     )
     names = [part.name for part in PARTS]
     parser.add_argument(
@@ -111,7 +111,7 @@ def run_of(work: Path) -> str:
 
 
 def chosen_parts(names: Sequence[str]) -> list[Part]:
-    """The parts of these names with those whose results they need, in order of importance."""
+    """The parts of these names and the parts whose results they need, in order of importance."""
     wanted = {*names, *(need for name in names for need in named(name).needs)} - {DRY}
     return [part for part in PARTS if part.name in wanted]
 

@@ -69,7 +69,7 @@ DIFFER = ("if (live >> 31) {",)
 
 @dataclass(frozen=True)
 class Work:
-    """Instructions of a thread in one step of the main loop, those in all branches included.
+    """Instructions of a thread in one step of the main loop, all branches included.
 
     Attributes:
         full: the instructions that every tile runs.
@@ -130,8 +130,8 @@ def _parts_of_loop(built: Build, loop: Loop) -> tuple[Block, Block, Block, Block
     rare = (*DIFFER, *LAST) if masks_more else DIFFER
     far |= _calls(built.source.text, SUBTRACT_FAR) | _guarded(built.source.text, rare)
     dead = _guarded(built.source.text, DEAD) - far
-    of_near = _guarded(built.source.text, FAR, "} else {")
-    of_scores = _calls(built.source.text, SCORE)
+    near = _guarded(built.source.text, FAR, "} else {")
+    score_lines = _calls(built.source.text, SCORE)
     parts: dict[str, list[Block]] = {
         name: [] for name in ("mask", "rescale", "copy", "search", "dead")
     }
@@ -144,9 +144,9 @@ def _parts_of_loop(built: Build, loop: Loop) -> tuple[Block, Block, Block, Block
             name = "dead"
         elif _mostly_in(block, rescales):
             name = "rescale"
-        elif _mostly_in(block, of_near):
+        elif _mostly_in(block, near):
             name = "copy"
-        elif _mostly_in(block, of_scores):
+        elif _mostly_in(block, score_lines):
             name = "copy"  # a branch of the score function, which most tiles take
         else:
             name = "copy" if any(i.base == "LDGSTS" for i in block) else "search"
@@ -154,15 +154,20 @@ def _parts_of_loop(built: Build, loop: Loop) -> tuple[Block, Block, Block, Block
                 continue  # none is searched: it belongs to boxes in which rows differ
         parts[name].append(block)
     # Scores are computed in passes, with the mask's part of each.
-    of_pass = [turn for turn in loop.inner if any(i.base in TENSOR for i in turn)]
+    passes_of_scores = [turn for turn in loop.inner if any(i.base in TENSOR for i in turn)]
     in_passes: dict[bool, Block] = {
         masked: passes
-        * tuple(i for turn in of_pass for i in turn if _in(i, masks) == masked and not _in(i, far))
+        * tuple(
+            i
+            for turn in passes_of_scores
+            for i in turn
+            if _in(i, masks) == masked and not _in(i, far)
+        )
         for masked in (False, True)
     }
     parts["copy"].append(in_passes[False])
     parts["mask"].append(in_passes[True])
-    other = [turn for turn in loop.inner if turn not in of_pass]
+    other = [turn for turn in loop.inner if turn not in passes_of_scores]
     mask_loops = [turn for turn in other if _mostly_in(turn, masks)]
     if plan.score_warps > 1:
         # Ranges with two ends are evaluated in a loop for each two keys. The loop around passes
@@ -196,7 +201,7 @@ def _guarded(text: str, heads: tuple[str, ...], other: str = "") -> set[int]:
     Args:
         other: "} else {" for the lines of the other branch.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     lines = text.splitlines()
     for start, line in enumerate(lines):
         if line.strip() in heads:
@@ -209,8 +214,8 @@ def _guarded(text: str, heads: tuple[str, ...], other: str = "") -> set[int]:
                     continue
             ends = (indent + "}", indent + "} else {")
             end = next(n for n in range(start + 1, len(lines)) if lines[n] in ends)
-            found.update(range(start + 2, end + 1))
-    return found
+            numbers.update(range(start + 2, end + 1))
+    return numbers
 
 
 def _mostly_in(block: Block, lines: set[int]) -> bool:

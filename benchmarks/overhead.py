@@ -101,27 +101,27 @@ def median_us(
     call: Callable[[], Any],
     calls: int,
     rounds: int,
-    of_rounds: Callable[[list[float]], float] = statistics.median,
+    summarize: Callable[[list[float]], float] = statistics.median,
 ) -> float:
     """Median over rounds of the mean CPU time of some calls, in microseconds."""
     for _ in range(calls):
         call()
-    found = []
+    means = []
     for _ in range(rounds):
         start = time.process_time()
         for _ in range(calls):
             call()
-        found.append((time.process_time() - start) / calls)
-    return of_rounds(found) * 1e6
+        means.append((time.process_time() - start) / calls)
+    return summarize(means) * 1e6
 
 
 def idle_driver() -> Any:
     """Answers every call that a launch makes, at once and with success."""
     done = (0,)
     context = 1
-    kept = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+    kept_names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     return SimpleNamespace(
-        **{name: getattr(bindings, name) for name in kept},
+        **{name: getattr(bindings, name) for name in kept_names},
         cuDriverGetVersion=lambda: (0, 13000),
         cuCtxGetCurrent=lambda: (0, context),
         cuLaunchKernel=lambda *arguments: done,
@@ -133,7 +133,7 @@ def idle_driver() -> Any:
 
 def idle_kernel(binary: Any, device: int = 0, *, stream: int = 0) -> launch.Kernel:
     """A kernel loaded on a device of its own architecture, whose driver does nothing."""
-    facts = launch.device.Device(
+    properties = launch.device.Device(
         index=0,
         context=1,
         capability=(8, 0) if binary.arch == "sm_80" else (9, 0),
@@ -141,7 +141,7 @@ def idle_kernel(binary: Any, device: int = 0, *, stream: int = 0) -> launch.Kern
         max_smem_bytes=arch.facts(binary.arch).smem_per_block,
         registers=65_536,
     )
-    return launch.Kernel(binary, facts, idle_driver(), None, None)
+    return launch.Kernel(binary, properties, idle_driver(), None, None)
 
 
 def pretend_a_gpu(path: str) -> None:
@@ -191,9 +191,9 @@ def flex_calls(
     scored, proved = Scored(bias), proved_mod(bias, 5)
     fg.flex_attention(*operands, proved)
     sizes = CallSizes(*operands[0].shape[:3], operands[1].shape[2], operands[0].device)
-    traced, found = known_mods.read(None, proved, sizes)
+    traced, call_record = known_mods.read(None, proved, sizes)
     op = traced.operator(operands[0].shape[3], operands[2].shape[3], "float16")
-    given = traced.captures(found, operands[0].device)
+    captures = traced.captures(call_record, operands[0].device)
     numbers = itertools.count(6)
 
     def another() -> Any:
@@ -205,22 +205,22 @@ def flex_calls(
         return fg.flex_attention(*operands, scored)
 
     def cold() -> Any:
-        for known in (known_mods._kept, known_mods._proved, known_mods._settled_records):
-            known.clear()
+        for cache in (known_mods._variants_of_keys, known_mods._proved, known_mods._stable_records):
+            cache.clear()
         return fg.flex_attention(*operands, proved)
 
     def compiled() -> Callable[[], Any]:
         torch._dynamo.reset()
-        made = torch.compile(flex_attention, fullgraph=True)
-        made(*operands, score_mod=proved)
-        return lambda: made(*operands, score_mod=proved)
+        compiled_function = torch.compile(flex_attention, fullgraph=True)
+        compiled_function(*operands, score_mod=proved)
+        return lambda: compiled_function(*operands, score_mod=proved)
 
-    of_torch = compiled()
+    compiled_torch = compiled()
     register_flex()
-    of_flashgen = compiled()
-    return lambda: op(*operands, return_lse=True, **given), {
-        "compiled, register_flex": of_flashgen,
-        "compiled, torch": of_torch,
+    compiled_flashgen = compiled()
+    return lambda: op(*operands, return_lse=True, **captures), {
+        "compiled, register_flex": compiled_flashgen,
+        "compiled, torch": compiled_torch,
         "proved": lambda: fg.flex_attention(*operands, proved),
         "recorded": recorded,
         "another number": another,
@@ -281,8 +281,8 @@ def operator_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[s
             took = median_us(direct, calls, rounds)
             through = median_us(dispatched[name], calls, rounds)
             limit = LIMITS.get((path, name))
-            given = f"{limit:.1f}" if limit else ""
-            table.add_row(f"{path}, {name}", f"{took:.1f}", f"{through:.1f}", given)
+            limit_text = f"{limit:.1f}" if limit else ""
+            table.add_row(f"{path}, {name}", f"{took:.1f}", f"{through:.1f}", limit_text)
             if limit is not None and took > limit:
                 broken.append(f"{path}, {name}: {took:.1f} us, at most {limit:.1f}")
     for name, call in {**parts_of_calls(spec, plain), **calls_of_torch(plain)}.items():
@@ -324,13 +324,13 @@ def calls_of_torch(plain: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
     tiny = [torch.zeros(1, 1, 1, 16) for _ in range(3)]
     sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
 
-    found = {}
+    calls = {}
     flash = flash_operator()
     ways = (("custom op", custom, plain), ("sdpa", sdpa, tiny), ("flash operator", flash, plain))
     for name, op, operands in ways:
         rows = rows_of(op, operands)
-        found |= {f"{name}, {kind}": rows[kind] for kind in ("no gradients", "both")}
-    return found
+        calls |= {f"{name}, {kind}": rows[kind] for kind in ("no gradients", "both")}
+    return calls
 
 
 def flash_operator() -> Callable[..., torch.Tensor]:
@@ -361,10 +361,12 @@ def dtensor_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[st
     for column in ("", "tensors", "DTensors", "added", "of torch", "limit"):
         table.add_column(column, justify="left" if not column else "right")
     ways = {"flash operator": flash_operator(), "fg.attention": op}
-    made = [rows_of(call, given) for call in ways.values() for given in (plain, spread)]
+    rows_by_call = [
+        rows_of(call, operands) for call in ways.values() for operands in (plain, spread)
+    ]
     broken = []
-    for kind in made[0]:
-        every = [rows[kind] for rows in made]
+    for kind in rows_by_call[0]:
+        every = [rows[kind] for rows in rows_by_call]
         rounds_of = [[median_us(call, calls, 1) for call in every] for _ in range(rounds)]
         took = [statistics.median(times) for times in zip(*rounds_of, strict=True)]
         ratio = took[3] / took[1]
@@ -415,11 +417,11 @@ def native_table(plain: list[torch.Tensor], calls: int, rounds: int) -> list[str
             for name, call in native_rows(plain).items():
                 rows.setdefault(name, []).append(median_us(call, calls, rounds, min))
     broken = []
-    for name, found in rows.items():
+    for name, times in rows.items():
         limit = NATIVE.get(name)
-        table.add_row(name, *(f"{took:.1f}" for took in found), f"{limit:.0f}" if limit else "")
-        if limit is not None and max(found) > limit:
-            broken.append(f"{name} without Python: {max(found):.1f} us, at most {limit:.0f}")
+        table.add_row(name, *(f"{took:.1f}" for took in times), f"{limit:.0f}" if limit else "")
+        if limit is not None and max(times) > limit:
+            broken.append(f"{name} without Python: {max(times):.1f} us, at most {limit:.0f}")
     Console().print(table)
     return broken
 

@@ -55,7 +55,7 @@ class Work(NamedTuple):
     wavefronts: float
 
     @staticmethod
-    def of(counters: Any, scores: int) -> Work:
+    def from_counters(counters: Any, scores: int) -> Work:
         total = counters.total()
         return Work(total.warp_instructions * 32 / scores, total.wavefronts * 1000 / scores)
 
@@ -117,8 +117,8 @@ class _Anything(types.ModuleType):
             raise AttributeError(name)
         return _Anything(name)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return given[0] if given and callable(given[0]) else self
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return arguments[0] if arguments and callable(arguments[0]) else self
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return ()
@@ -134,9 +134,9 @@ def compiled(interface: Any, folder: Path, head_dim: int, *, causal: bool) -> di
         _, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)
         interface._flash_attn_bwd(q, k, v, out, torch.empty_like(out), lse, causal=causal)
     # A kernel that another mask needs too is compiled once.
-    found = {name: list(folder.glob(f"*flash_{name}*.ptx")) for name in KERNELS}
+    paths = {name: list(folder.glob(f"*flash_{name}*.ptx")) for name in KERNELS}
     latest = {
-        name: max(every, key=lambda path: path.stat().st_mtime_ns) for name, every in found.items()
+        name: max(every, key=lambda path: path.stat().st_mtime_ns) for name, every in paths.items()
     }
     return {name: path.read_text() for name, path in latest.items()}
 
@@ -169,7 +169,7 @@ class Peer:
 
     def rows(self, x: np.ndarray) -> tuple[Any, ...]:
         """A tensor [1, length, heads, head_dim]: its address, sizes and strides."""
-        _, length, heads, _ = (Long(each // x.itemsize) for each in x.strides)
+        _, length, heads, _ = (Long(stride // x.itemsize) for stride in x.strides)
         return (x, *self.sizes, length, heads, Long(x.size))
 
     def numbers(self, x: np.ndarray) -> tuple[Any, ...]:
@@ -186,10 +186,10 @@ class Peer:
     def results(self, lse: Tensor, out: Tensor) -> Results:
         """Both passes, the backward one of the given O and LSE."""
         problem = self.problem
-        q, k, v, dout, given = map(_bits, (*problem[1:], out.bfloat16()))
-        found, dq, dk, dv = (np.zeros_like(q) for _ in range(4))
+        q, k, v, dout, out_bits = map(_bits, (*problem[1:], out.bfloat16()))
+        own_out, dq, dk, dv = (np.zeros_like(q) for _ in range(4))
         scales = np.float32(problem.scale / math.log(2)), np.float32(problem.scale)
-        forward = self._forward((q, k, v, found), scales[0])
+        forward = self._forward((q, k, v, own_out), scales[0])
 
         step = STEPS[self.head_dim, problem.causal]
         tiles, padded = -(-self.length // step), -(-self.length // step) * step
@@ -197,9 +197,13 @@ class Peer:
             np.zeros((1, HEADS, padded * columns), np.float32) for columns in (1, 1, self.head_dim)
         )
         own_lse = lse.float().numpy()
-        of_rows = [self.rows(given), self.rows(dout), *map(self.numbers, (delta, own_lse, log2))]
-        of_grid = [Int(tiles), Int(HEADS), Int(1), *divisor(1)]
-        args = [*of_rows, self.numbers(sums), scales[1], *of_grid]
+        row_arguments = [
+            self.rows(out_bits),
+            self.rows(dout),
+            *map(self.numbers, (delta, own_lse, log2)),
+        ]
+        grid_arguments = [Int(tiles), Int(HEADS), Int(1), *divisor(1)]
+        args = [*row_arguments, self.numbers(sums), scales[1], *grid_arguments]
         launch(self.ptx["bwd_pre"], (tiles, HEADS, 1), args)
         blocks = -(-self.length // KEYS)
         maps = [self.tensor_map(x, n) for x, n in ((q, step), (k, KEYS), (v, KEYS), (dout, step))]
@@ -216,7 +220,7 @@ class Peer:
                 *(Int(blocks), Int(HEADS), Int(1), *divisor(1)),
             ],
         )
-        of_sums = (
+        sum_arguments = (
             sums,
             Int(1),
             Int(HEADS),
@@ -224,15 +228,24 @@ class Peer:
             Long(sums.size),
             Long(sums.shape[2]),
         )
-        rows, heads = (Long(each // dq.itemsize) for each in dq.strides[1:3])
-        of_dq = (dq, Int(1), self.sizes[0], Int(HEADS), self.sizes[1], Long(dq.size), rows, heads)
+        rows, heads = (Long(stride // dq.itemsize) for stride in dq.strides[1:3])
+        dq_arguments = (
+            dq,
+            Int(1),
+            self.sizes[0],
+            Int(HEADS),
+            self.sizes[1],
+            Long(dq.size),
+            rows,
+            heads,
+        )
         launch(
             self.ptx["bwd_post"],
             (tiles, HEADS, 1),
-            [of_sums, of_dq, scales[1], np.int8(0), *of_grid],
+            [sum_arguments, dq_arguments, scales[1], np.int8(0), *grid_arguments],
         )
-        works = (Work.of(each, problem.scores) for each in (forward, backward))
-        return Results(*map(_values, (found, dq, dk, dv)), *works)
+        works = (Work.from_counters(counters, problem.scores) for counters in (forward, backward))
+        return Results(*map(_values, (own_out, dq, dk, dv)), *works)
 
     def _forward(self, operands: Sequence[np.ndarray], scale: Any) -> Any:
         rows = QUERIES[self.head_dim]
@@ -271,7 +284,7 @@ def own_results(problem: Problem) -> Results:
     with emulator.profiling() as launches:
         out = op(*leaves, backend="emulator", arch="sm_90a")
         gradients = torch.autograd.grad(out, leaves, problem.dout)
-    works = {each.kernel: Work.of(each, problem.scores) for each in launches}
+    works = {launch.kernel: Work.from_counters(launch, problem.scores) for launch in launches}
     forward, backward = (
         next(work for name, work in works.items() if f"_{kernel}_" in name)
         for kernel in ("forward", "fused")
@@ -283,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--length", type=int, default=320, help="queries and keys")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=QUERIES)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         os.environ |= {
             "FLASH_ATTENTION_ARCH": "sm_90",
@@ -298,22 +311,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"FlashAttention-4 cannot be imported: {error}; see benchmarks/peers.py")
         print("| head dim | mask | kernels of | O | dQ | dK | dV | forward | backward |")
         print("| --- " * 9 + "|")
-        for head_dim in given.head_dims:
+        for head_dim in options.head_dims:
             for causal in (False, True):
                 generator = torch.Generator().manual_seed(0)
-                shape = (1, HEADS, given.length, head_dim)
+                shape = (1, HEADS, options.length, head_dim)
                 operands = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
                 problem = Problem(causal, *operands)
-                lse, wanted = problem.reference()
+                lse, expected = problem.reference()
                 ptx = compiled(interface, Path(name), head_dim, causal=causal)
-                every = {"FlashAttention-4": Peer(ptx, problem).results(lse, wanted[0])}
+                every = {"FlashAttention-4": Peer(ptx, problem).results(lse, expected[0])}
                 every["flashgen"] = own_results(problem)
-                for whose, found in every.items():
+                for whose, results in every.items():
                     errors = [
                         f"{(x.double() - y).abs().max():.4f}"
-                        for x, y in zip(found[:4], wanted, strict=True)
+                        for x, y in zip(results[:4], expected, strict=True)
                     ]
-                    works = [f"{x.instructions:.1f}, {x.wavefronts:.0f}" for x in found[4:]]
+                    works = [f"{x.instructions:.1f}, {x.wavefronts:.0f}" for x in results[4:]]
                     mask = "causal" if causal else "full"
                     print("| " + " | ".join([str(head_dim), mask, whose, *errors, *works]) + " |")
 

@@ -98,7 +98,7 @@ def download(package: str, version: str, folder: Path, python: str = PYTHON) -> 
         return wheels[0].rename(folder / wheels[0].name)
 
 
-def kept(name: str) -> bool:
+def is_kept(name: str) -> bool:
     return not name.endswith("/") and not any(fnmatch(name, pattern) for pattern in DROPPED)
 
 
@@ -113,7 +113,7 @@ def archive_of(wheels: Sequence[Path]) -> bytes:
     ):
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as source:
-                for name in filter(kept, source.namelist()):
+                for name in filter(is_kept, source.namelist()):
                     data = source.read(name)
                     entry = tarfile.TarInfo(name)
                     entry.size, entry.mode = len(data), 0o644
@@ -148,13 +148,15 @@ def fetch(
         )
     for name, packages in pins.items():
         with tempfile.TemporaryDirectory() as wheels:
-            found = {p: get(p, version, Path(wheels), python) for p, version in packages.items()}
-            data = archive_of(list(found.values()))
+            wheels_by_package = {
+                p: get(p, version, Path(wheels), python) for p, version in packages.items()
+            }
+            data = archive_of(list(wheels_by_package.values()))
             entry: dict[str, Any] = {
                 "sha256": digest(data),
                 "packages": {
                     package: {"version": packages[package], "bytes": wheel.stat().st_size}
-                    for package, wheel in found.items()
+                    for package, wheel in wheels_by_package.items()
                 },
                 "pieces": {},
             }
@@ -194,8 +196,8 @@ def listed(manifest: Mapping[str, Any]) -> str:
     """Packages and pieces with their sizes."""
     lines = [f"for Python {manifest['python']}, Linux, x86-64"]
     for entry in manifest["archives"].values():
-        for package, facts in entry["packages"].items():
-            lines.append(f"  {package + ' ' + facts['version']:<44} wheel {facts['bytes']:>12,} B")
+        for package, wheel in entry["packages"].items():
+            lines.append(f"  {package + ' ' + wheel['version']:<44} wheel {wheel['bytes']:>12,} B")
         lines += [f"{file:<46} piece {p['bytes']:>12,} B" for file, p in entry["pieces"].items()]
     total = sum(p["bytes"] for e in manifest["archives"].values() for p in e["pieces"].values())
     return "\n".join([*lines, f"{'together':<46}       {total:>12,} B"])
@@ -204,19 +206,19 @@ def listed(manifest: Mapping[str, Any]) -> str:
 # ---- on the GPU machine --------------------------------------------------------------------------
 
 
-def joined(folder: Path, entry: Mapping[str, Any]) -> bytes:
+def archive_in(folder: Path, entry: Mapping[str, Any]) -> bytes:
     """An archive from its pieces.
 
     Raises:
         PeersError: a piece is missing, or is not the one that the manifest was written for.
     """
     parts = []
-    for piece, facts in entry["pieces"].items():
+    for piece, described in entry["pieces"].items():
         if not (folder / piece).is_file():
             raise PeersError(f"{piece} is not there")
         part = (folder / piece).read_bytes()
-        if digest(part) != facts.get("sha256"):
-            raise PeersError(f"{piece} has another hash: {len(part)} of {facts['bytes']} bytes")
+        if digest(part) != described.get("sha256"):
+            raise PeersError(f"{piece} has another hash: {len(part)} of {described['bytes']} bytes")
         parts.append(part)
     return b"".join(parts)
 
@@ -236,7 +238,7 @@ def unpack(folder: Path) -> tuple[list[Path], dict[str, str]]:
         print(f"the packages are for Python {manifest['python']}; this is {sys.version.split()[0]}")
     for name, entry in manifest["archives"].items():
         try:
-            data = joined(folder, entry)
+            data = archive_in(folder, entry)
             with tarfile.open(fileobj=io.BytesIO(data), mode="r:xz") as tar:
                 tar.extractall(site, filter="data")
         except (PeersError, tarfile.TarError) as reason:
@@ -287,13 +289,13 @@ def outcome(module: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
+    actions = parser.add_mutually_exclusive_group(required=True)
     fetched = "download, strip and compress the packages into pieces that can be copied one by one"
-    what.add_argument("--fetch", type=Path, metavar="DIR", help=fetched)
+    actions.add_argument("--fetch", type=Path, metavar="DIR", help=fetched)
     unpacked = "join the pieces on the GPU machine, and print the PYTHONPATH that they need"
-    what.add_argument("--unpack", type=Path, metavar="DIR", help=unpacked)
+    actions.add_argument("--unpack", type=Path, metavar="DIR", help=unpacked)
     checked = "say for each package whether this Python can import it, and why not"
-    what.add_argument("--check", action="store_true", help=checked)
+    actions.add_argument("--check", action="store_true", help=checked)
     python = f"with --fetch: the version on the GPU machine; {PYTHON} by default"
     parser.add_argument("--python", default=PYTHON, metavar="X.Y", help=python)
     only = f"with --fetch: some archives of {', '.join(PINS)}"

@@ -66,7 +66,7 @@ Block = tuple[Instruction, ...]
 
 @dataclass(frozen=True)
 class Loop:
-    """Blocks of one loop, without those of loops inside it.
+    """Blocks of one loop, without the blocks of loops inside it.
 
     Attributes:
         always: the instructions that each iteration runs.
@@ -107,9 +107,11 @@ def waiting_exponentials(built: Build, listing: str | None = None) -> int:
     if listing is None:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     waits, before, behind = False, 0, 0
-    for each in main_loop(listing).always:
-        waits |= each.op.startswith("WARPGROUP.DEPBAR") and each.operands.endswith(", 0x0")
-        if each.op == "MUFU.EX2":
+    for instruction in main_loop(listing).always:
+        waits |= instruction.op.startswith("WARPGROUP.DEPBAR") and instruction.operands.endswith(
+            ", 0x0"
+        )
+        if instruction.op == "MUFU.EX2":
             before, behind = before + (not waits), behind + waits
     return max(0, behind - (before + behind) // 3)
 
@@ -165,31 +167,33 @@ class _LoopGraph:
                     latches.add(block)
                     body |= _body(self.edges, head, block)
 
-    def joined(self, body: set[int] | Sequence[int]) -> Block:
+    def instructions_of(self, body: set[int] | Sequence[int]) -> Block:
         return tuple(i for b in sorted(body) for i in self.blocks[b])
 
     def products(self) -> dict[int, int]:
         """The number of tensor-core instructions of each loop; ValueError if there are none."""
-        found = {
-            head: sum(i.base in TENSOR for i in self.joined(body))
+        counts = {
+            head: sum(i.base in TENSOR for i in self.instructions_of(body))
             for head, (body, _) in self.loops.items()
         }
-        if not any(found.values()):
+        if not any(counts.values()):
             raise ValueError("no loop of this listing has a tensor-core instruction")
-        return found
+        return counts
 
     def loop(self, head: int) -> Loop:
         body, latches = self.loops[head]
         inner = [other for h, (other, _) in self.loops.items() if h != head and other < body]
-        waits = [other for other in inner if _is_wait(self.joined(other))]
-        own = body - set().union(*inner)
-        always = [b for b in sorted(own) if all(b in self.dominators[n] for n in latches)]
-        before = {b: {n for n in body if b in self.edges[n]} for b in own}
-        slow = {b for b in own if before[b] and before[b] <= set().union(*waits)}
+        waits = [other for other in inner if _is_wait(self.instructions_of(other))]
+        own_blocks = body - set().union(*inner)
+        always = [b for b in sorted(own_blocks) if all(b in self.dominators[n] for n in latches)]
+        before = {b: {n for n in body if b in self.edges[n]} for b in own_blocks}
+        slow = {b for b in own_blocks if before[b] and before[b] <= set().union(*waits)}
         return Loop(
-            always=self.joined(always),
-            conditional=tuple(tuple(self.blocks[b]) for b in sorted(own.difference(always, slow))),
-            inner=tuple(self.joined(other) for other in inner if other not in waits),
+            always=self.instructions_of(always),
+            conditional=tuple(
+                tuple(self.blocks[b]) for b in sorted(own_blocks.difference(always, slow))
+            ),
+            inner=tuple(self.instructions_of(other) for other in inner if other not in waits),
             waits=len(waits),
         )
 
@@ -214,10 +218,10 @@ def _blocks(listing: str) -> tuple[list[list[Instruction]], list[list[int]]]:
             in_text = ".text." in text
         elif not in_text:
             continue
-        elif place := PLACE.match(text):
+        elif location := PLACE.match(text):
             if ended:
                 lines, ended = [], False
-            lines.append(int(place[1]))
+            lines.append(int(location[1]))
         elif label := LABEL.match(text):
             labels[label[1]] = len(code)
         elif match := INSTRUCTION.match(text):
@@ -268,7 +272,7 @@ def _dominators(edges: list[list[int]]) -> dict[int, set[int]]:
     while changed:
         changed = False
         for n in sorted(reached - {0}):
-            new = set.intersection(*(result[m] for m in before[n])) | {n}
+            new = set.intersection(*(result[before_n] for before_n in before[n])) | {n}
             if new != result[n]:
                 result[n], changed = new, True
     return result

@@ -55,23 +55,26 @@ def statistic_bytes() -> Iterator[StatisticBytes]:
     }
     eager = 2 * LENGTH * LENGTH * 2
     # V of block_mass is made for the call.
-    made = {"block_mass": LENGTH * columns * 2}
+    copied = {"block_mass": LENGTH * columns * 2}
     for name, specs in calls.items():
-        moved = sum(map(_bytes, specs)) + made.get(name, 0)
-        yield StatisticBytes(name, len(specs), moved, eager)
+        total = sum(map(_bytes, specs)) + copied.get(name, 0)
+        yield StatisticBytes(name, len(specs), total, eager)
 
 
 def _bytes(spec: fg.AttentionSpec) -> int:
-    moved = forward_traffic(fg.plan(spec, ARCH), 1, 1, 1, LENGTH, LENGTH).compulsory
-    return moved + ROW_BYTES * LENGTH * sum(tensor.name in ROWS for tensor in spec.tensors)
+    traffic = forward_traffic(fg.plan(spec, ARCH), 1, 1, 1, LENGTH, LENGTH).compulsory
+    return traffic + ROW_BYTES * LENGTH * sum(tensor.name in ROWS for tensor in spec.tensors)
 
 
 def main() -> None:
     print(f"| result | kernels | bytes | eager: {LENGTH:,} x {LENGTH:,} scores | share |")
     print("| --- | --- | --- | --- | --- |")
-    for each in statistic_bytes():
-        share = f"{100 * each.share:.1f} %"
-        print(f"| `{each.name}` | {each.kernels} | {each.bytes:,} | {each.eager:,} | {share} |")
+    for statistic in statistic_bytes():
+        share = f"{100 * statistic.share:.1f} %"
+        print(
+            f"| `{statistic.name}` | {statistic.kernels} | {statistic.bytes:,} | "
+            f"{statistic.eager:,} | {share} |"
+        )
 
 
 if __name__ == "__main__":

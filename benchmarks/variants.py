@@ -73,7 +73,7 @@ class Form:
     Attributes:
         mods: (seq_q, seq_k, heads, scalars and captured tensors by name) -> Mods.
         scalars: seq_k -> the run-time scalars that the suite uses at that length.
-        tensors: (batch, seq_k, heads) -> the captured tensors; those of floats are learned.
+        tensors: (batch, seq_k, heads) -> the captured tensors; tensors of floats are learned.
     """
 
     mods: Callable[[int, int, int, Mapping[str, Any]], Mods]
@@ -81,26 +81,26 @@ class Form:
     tensors: Callable[[int, int, int], dict[str, Any]] = field(default=lambda *sizes: {})
 
 
-def _full(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _full(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods()
 
 
-def _causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _causal(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods(mask=lambda b, h, q, k: q >= k, band=(None, 0))
 
 
-def _causal_offset(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    ahead = seq_k - seq_q + given["shift"]
+def _causal_offset(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    ahead = seq_k - seq_q + values["shift"]
     return Mods(mask=lambda b, h, q, k: q + ahead >= k)
 
 
-def _sliding_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    window = given["window"]
+def _sliding_window(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    window = values["window"]
     return Mods(mask=lambda b, h, q, k: (q >= k) & (q - k < window), band=(window - 1, 0))
 
 
-def _dilated_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    window, dilation = given["window"], given["dilation"]
+def _dilated_window(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    window, dilation = values["window"], values["dilation"]
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         distance = torch.abs(q - k)
@@ -109,17 +109,17 @@ def _dilated_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]
     return Mods(mask=mask)
 
 
-def _prefix_lm(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    prefix = given["prefix"]
+def _prefix_lm(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    prefix = values["prefix"]
     return Mods(mask=lambda b, h, q, k: (k < prefix) | (q >= k))
 
 
-def _block_causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _block_causal(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods(mask=lambda b, h, q, k: q // CHUNK >= k // CHUNK)
 
 
-def _strided(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    stride = given["stride"]
+def _strided(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    stride = values["stride"]
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         distance = q - k
@@ -128,34 +128,34 @@ def _strided(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mo
     return Mods(mask=mask)
 
 
-def _alibi(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _alibi(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + torch.exp2(-8.0 * (h + 1) / heads) * (k - q)
 
     return Mods(score=score, additive=True, slopes=True)
 
 
-def _softcap(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _softcap(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods(score=lambda s, b, h, q, k: CAP * torch.tanh(s / CAP), cap=CAP)
 
 
-def _symmetric_window(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    window = given["window"]
+def _symmetric_window(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    window = values["window"]
     return Mods(mask=lambda b, h, q, k: torch.abs(q - k) <= window, band=(window, window))
 
 
-def _longformer(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    window, first = given["window"], given["global_tokens"]
+def _longformer(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    window, first = values["window"], values["global_tokens"]
     return Mods(mask=lambda b, h, q, k: (torch.abs(q - k) <= window) | (k < first) | (q < first))
 
 
-def _block_diagonal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    chunk = given["chunk"]
+def _block_diagonal(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    chunk = values["chunk"]
     return Mods(mask=lambda b, h, q, k: q // chunk == k // chunk)
 
 
-def _natten_2d(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    width, height, radius = given["width"], given["height"], given["radius"]
+def _natten_2d(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    width, height, radius = values["width"], values["height"], values["radius"]
 
     def near(a: Any, b: Any, length: int) -> Any:
         return torch.abs(b - a.clamp(min=radius).clamp(max=length - 1 - radius)) <= radius
@@ -167,8 +167,8 @@ def _natten_2d(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> 
     return Mods(mask=mask)
 
 
-def _block_diffusion(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    clean, block = given["clean"], given["block"]
+def _block_diffusion(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    clean, block = values["clean"], values["block"]
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         q_noised, k_noised = q < clean, k < clean
@@ -179,19 +179,19 @@ def _block_diffusion(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any
     return Mods(mask=mask)
 
 
-def _empty_rows(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _empty_rows(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods(mask=lambda b, h, q, k: (q < seq_q // 2) & (k >= 0))
 
 
-def _distance_decay(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _distance_decay(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods(score=lambda s, b, h, q, k: s / (1 + 1e-4 * (q - k) ** 2))
 
 
-def _squared(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _squared(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     return Mods(score=lambda s, b, h, q, k: s * s)
 
 
-def _butterfly(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _butterfly(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         differ = (q // 64) ^ (k // 64)
         return (differ & (differ - 1)) == 0  # one bit at most
@@ -199,7 +199,7 @@ def _butterfly(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> 
     return Mods(mask=mask)
 
 
-def _bigbird(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _bigbird(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         i, j = q // 32, k // 32
         mixed = ((i * 73856093) ^ (j * 19349663) ^ 2020) % 65536 * 40503 % 65536
@@ -208,7 +208,7 @@ def _bigbird(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mo
     return Mods(mask=mask)
 
 
-def _local_global(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
+def _local_global(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         i, j = q // 32, k // 32
         return (q >= k) & ((i - j < 2) | (j < 1) | (j % 4 == 3))
@@ -249,34 +249,34 @@ FORMS: dict[str, Form] = {
 """By the name of the spec's file: those that capture no tensor."""
 
 
-def _sink(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    return Mods(sink=given["sink"])
+def _sink(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    return Mods(sink=values["sink"])
 
 
-def _dropout(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    return Mods(dropout=given["dropout_p"])
+def _dropout(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    return Mods(dropout=values["dropout_p"])
 
 
-def _packed_causal(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    ids = given["ids"]
+def _packed_causal(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    ids = values["ids"]
     return Mods(mask=lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k]))
 
 
-def _variable_length(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    starts = given["cu_seqlens_q"]
+def _variable_length(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    starts = values["cu_seqlens_q"]
     lengths = (starts[1:] - starts[:-1]).long()
     number = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
     mods = _packed_causal(seq_q, seq_k, heads, {"ids": number[None]})
     return replace(mods, starts=starts)
 
 
-def _relative_bias(seq_q: int, seq_k: int, heads: int, given: Mapping[str, Any]) -> Mods:
-    table = given["table"]
+def _relative_bias(seq_q: int, seq_k: int, heads: int, values: Mapping[str, Any]) -> Mods:
+    table = values["table"]
     return Mods(score=lambda s, b, h, q, k: s + table[q - k + seq_k - 1], additive=True)
 
 
 def _starts(tokens: int) -> Any:
-    """Sequences of unequal lengths: a half, a quarter and so on of what is left, eight at most."""
+    """Sequences of unequal lengths: a half, a quarter and so on of the rest, eight at most."""
     starts = [0]
     while starts[-1] < tokens:
         left = tokens - starts[-1]
@@ -330,13 +330,20 @@ def form_of(spec: str) -> Form:
         return forms[0]
 
     def mods(*arguments: Any) -> Mods:
-        each = [form.mods(*arguments) for form in forms]
-        found = {f.name: getattr(m, f.name) for m in each for f in fields(Mods) if differs(m, f)}
-        return Mods(**found)
+        all_mods = [form.mods(*arguments) for form in forms]
+        fields_set = {
+            f.name: getattr(one_mods, f.name)
+            for one_mods in all_mods
+            for f in fields(Mods)
+            if differs(one_mods, f)
+        }
+        return Mods(**fields_set)
 
-    def differs(made: Mods, of: Any) -> bool:
-        value = getattr(made, of.name)
-        return value is not None and (isinstance(value, torch.Tensor) or value != of.default)
+    def differs(mods_of_form: Mods, field_of_mods: Any) -> bool:
+        value = getattr(mods_of_form, field_of_mods.name)
+        return value is not None and (
+            isinstance(value, torch.Tensor) or value != field_of_mods.default
+        )
 
     return Form(
         mods,
@@ -348,15 +355,15 @@ def form_of(spec: str) -> Form:
 def live_elements(mods: Mods, batch: int, heads: int, seq_q: int, seq_k: int, device: Any) -> int:
     """The number of elements of S that the mask keeps, over all batch entries and heads.
 
-    Masks must be the same for all of them, as those of all forms are, because one head is counted.
+    Masks must be the same for all heads, as the masks of all forms are: one head is counted.
     """
     if mods.mask is None:
         return batch * heads * seq_q * seq_k
     zero = torch.zeros((), dtype=torch.int64, device=device)
     k = torch.arange(seq_k, device=device)[None, :]
     rows = max(1, (1 << 26) // max(1, seq_k))
-    kept = 0
+    kept_scores = 0
     for first in range(0, seq_q, rows):
         q = torch.arange(first, min(first + rows, seq_q), device=device)[:, None]
-        kept += int(mods.mask(zero, zero, q, k).sum())
-    return batch * heads * kept
+        kept_scores += int(mods.mask(zero, zero, q, k).sum())
+    return batch * heads * kept_scores

@@ -74,8 +74,8 @@ RIVALS = (
 def best_rival(head_dim: int, loop: str, *, backward: bool = False) -> float | None:
     """The least work of a rival: ``loop`` is "full", "unmasked" or "mixed"."""
     alike = [r for r in RIVALS if (r.head_dim, r.backward) == (head_dim, backward)]
-    known = [getattr(rival, loop) for rival in alike]
-    return min((each for each in known if each is not None), default=None)
+    works = [getattr(rival, loop) for rival in alike]
+    return min((work for work in works if work is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Variant:
         if not self.backward:
             return build(spec, ARCH, tile=self.tile)
         tiles = {} if self.tile is None else {"fused": self.tile}
-        made = build_backward(spec, ARCH, tiles=tiles)
-        (built,) = (each for each in made if each.plan.kernel in ("dkdv", "fused"))
+        kernels = build_backward(spec, ARCH, tiles=tiles)
+        (built,) = (kernel for kernel in kernels if kernel.plan.kernel in ("dkdv", "fused"))
         return built
 
 
@@ -135,7 +135,7 @@ VARIANTS = (
 
 
 def record_of(variant: Variant, head_dim: int, built: Build, work: Work) -> dict[str, Any]:
-    """One kernel's entry: instructions per score, and what the kernel needs."""
+    """One kernel's entry: instructions per score, and the resources of the kernel."""
     plan, used = built.plan, built.binary.resources
 
     def rounded(kinds: dict[str, float]) -> dict[str, float]:
@@ -162,9 +162,9 @@ def record_of(variant: Variant, head_dim: int, built: Build, work: Work) -> dict
 
 def failures(entry: dict[str, Any]) -> Iterator[str]:
     """The targets that the entry of a kernel misses, in words."""
-    what = f"{entry['variant']}, d {entry['head_dim']}"
+    subject = f"{entry['variant']}, d {entry['head_dim']}"
     if entry["spilled_bytes"] or entry["warnings"]:
-        yield f"{what}: {entry['spilled_bytes']} B spilled, warnings {entry['warnings']}"
+        yield f"{subject}: {entry['spilled_bytes']} B spilled, warnings {entry['warnings']}"
     backward = entry["kernel"] != "forward"
     name = entry["variant"].removeprefix("backward, ")
     mask = name.removesuffix(SAME_TILE_BACKWARD if backward else SAME_TILE)
@@ -175,7 +175,7 @@ def failures(entry: dict[str, Any]) -> Iterator[str]:
         least = best_rival(entry["head_dim"], loop, backward=backward)
         got = entry["unmasked" if loop == "full" else loop]
         if least is not None and got > least:
-            yield f"{what}: {got} instructions per score in {loop} tiles, the best rival {least}"
+            yield f"{subject}: {got} instructions per score in {loop} tiles, the best rival {least}"
 
 
 def table_of(entries: list[dict[str, Any]]) -> Table:
@@ -214,8 +214,8 @@ class WorkOfWeight:
     Attributes:
         function: those of the weight function, and in the backward pass of its slope, with its
             share of what a row shares, as the planner counts them.
-        target: those of the softmax's kernel with this function in place of its exponential.
-        special: of `counted`, those of special-function units.
+        target: instructions of the softmax's kernel with this function in place of its exponential.
+        special: the instructions of special-function units among `counted`.
     """
 
     weight: str
@@ -237,8 +237,10 @@ def works_of_weights() -> Iterator[WorkOfWeight]:
                 if kernel == "forward":
                     built = build(spec, arch, tile=tile)
                 else:
-                    made = build_backward(spec, arch, tiles={"fused": tile})
-                    (built,) = (each for each in made if each.plan.kernel == "fused")
+                    kernels = build_backward(spec, arch, tiles={"fused": tile})
+                    (built,) = (
+                        candidate for candidate in kernels if candidate.plan.kernel == "fused"
+                    )
                 work = work_of(built)
                 counted = work.per_score(work.full)
                 special = sum(i.base == "MUFU" for i in work.full) / work.scores
@@ -246,7 +248,7 @@ def works_of_weights() -> Iterator[WorkOfWeight]:
                 if spec.is_softmax:
                     left = counted - OF_SOFTMAX[kernel]
                     function = OF_SOFTMAX[kernel]
-                numbers = (round(each, 2) for each in (counted, special))
+                numbers = (round(number, 2) for number in (counted, special))
                 yield WorkOfWeight(
                     "softmax" if spec.is_softmax else name,
                     arch,
@@ -259,18 +261,18 @@ def works_of_weights() -> Iterator[WorkOfWeight]:
 
 def count_weights(output: Path) -> int:
     works = list(works_of_weights())
-    record = {"dtype": DTYPE, "compiler": version(), "kernels": [asdict(each) for each in works]}
+    record = {"dtype": DTYPE, "compiler": version(), "kernels": [asdict(work) for work in works]}
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     table = Table(title=f"thread-instructions per score, causal, d 64, {DTYPE}, unmasked tiles")
     for column in ("path", "kernel", "weight", "counted", "special", "function", "at most"):
         table.add_column(column)
-    for each in works:
-        numbers = f"{each.counted:.2f}", f"{each.special:.2f}", str(each.function)
-        table.add_row(each.arch, each.kernel, each.weight, *numbers, f"{each.target:.2f}")
+    for work in works:
+        numbers = f"{work.counted:.2f}", f"{work.special:.2f}", str(work.function)
+        table.add_row(work.arch, work.kernel, work.weight, *numbers, f"{work.target:.2f}")
     Console(width=100).print(table)
-    missed = [each for each in works if each.counted > each.target]
-    for each in missed:
-        print(f"{each.weight}, {each.kernel}, {each.arch}: more than {each.target:.2f}")
+    missed = [work for work in works if work.counted > work.target]
+    for work in missed:
+        print(f"{work.weight}, {work.kernel}, {work.arch}: more than {work.target:.2f}")
     if not missed:
         print("every target is met")
     return 1 if missed else 0

@@ -108,7 +108,7 @@ class Attention(Protocol):
 
     def latents(self, q: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def choose(self, own: Tensor) -> Tensor:
+    def choose(self, lists: Tensor) -> Tensor:
         """The lists that are used, given those of the model: int32 [batch, heads_kv, seq, most]."""
         ...
 
@@ -117,15 +117,15 @@ class Flashgen:
     """By flashgen operators.
 
     Attributes:
-        choices: of all calls, in order.
+        choices: the lists of all calls, in order.
     """
 
     def __init__(self) -> None:
         self.choices: list[Tensor] = []
 
-    def choose(self, own: Tensor) -> Tensor:
-        self.choices.append(own)
-        return own
+    def choose(self, lists: Tensor) -> Tensor:
+        self.choices.append(lists)
+        return lists
 
     def means(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, aux = to_means(q, k, v, return_aux=fg.AuxRequest(block_mass=1))
@@ -147,49 +147,49 @@ class Eager:
     """By PyTorch operations, with a mask of all scores.
 
     Attributes:
-        others: for each call, the share of the lists that would have other keys.
+        others: for each call, the share of lists with other keys than the lists in use.
 
     Args:
-        choices: that are used.
+        choices: the lists that the calls use, in order.
     """
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
         self._choices = iter(choices)
         self.others: list[float] = []
 
-    def choose(self, own: Tensor) -> Tensor:
+    def choose(self, lists: Tensor) -> Tensor:
         used = next(self._choices)
-        differ = own.sort(3).values != used.sort(3).values
+        differ = lists.sort(3).values != used.sort(3).values
         self.others.append(float(differ.any(3).float().mean()))
         return used
 
     def means(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        i, j = places(q, k)
+        i, j = positions_of(q, k)
         return weighed(q, k, v, BLOCK * j + BLOCK - 1 <= i)
 
     def blocks(self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
-        i, j = places(q, k)
+        i, j = positions_of(q, k)
         seen = marked(blocks, k.shape[2] // BLOCK).repeat_interleave(BLOCK, 3)
         return weighed(q, k, v, seen.repeat_interleave(HEADS // KV_HEADS, 1) & (i >= j))[0]
 
     def window(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        i, j = places(q, k)
+        i, j = positions_of(q, k)
         return weighed(q, k, v, (i >= j) & (i - j < WINDOW))[0]
 
     def latents(self, q: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        i, j = places(q, rows)
+        i, j = positions_of(q, rows)
         seen = marked(keys, rows.shape[2]) & (i >= j)
         return weighed(q, rows, rows[..., :VALUES], seen, SCALE)
 
 
-def places(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def positions_of(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
 
 
 def marked(blocks: Tensor, count: int) -> Tensor:
     """Lists as bools [batch, heads_kv, queries, count]."""
-    found = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool)
-    return found.scatter(3, blocks.long().where(blocks >= 0, count), True)[..., :count]
+    marks = torch.zeros((*blocks.shape[:3], count + 1), dtype=torch.bool)
+    return marks.scatter(3, blocks.long().where(blocks >= 0, count), True)[..., :count]
 
 
 def weighed(
@@ -222,13 +222,13 @@ class NativeSparse(nn.Module):
         q = self.to_q(x).unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2)
         rows = self.to_kv(x).unflatten(2, (6, KV_HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
         means = (
-            compress(each.unflatten(2, (-1, BLOCK)).flatten(3))
-            for compress, each in zip(self.compress, rows[:2], strict=True)
+            compress(branch_rows.unflatten(2, (-1, BLOCK)).flatten(3))
+            for compress, branch_rows in zip(self.compress, rows[:2], strict=True)
         )
-        of_means, mass = self.attention.means(q, *means)
+        means_out, mass = self.attention.means(q, *means)
         chosen = self.attention.choose(chosen_blocks(mass.detach()))
-        of_blocks = self.attention.blocks(q, rows[2], rows[3], chosen)
-        branches = torch.stack([of_means, of_blocks, self.attention.window(q, rows[4], rows[5])])
+        blocks_out = self.attention.blocks(q, rows[2], rows[3], chosen)
+        branches = torch.stack([means_out, blocks_out, self.attention.window(q, rows[4], rows[5])])
         gates = torch.sigmoid(self.gates(x)).unflatten(2, (3, HEADS)).permute(2, 0, 3, 1)
         out = (branches * gates[..., None]).sum(0)
         return self.from_heads(out.transpose(1, 2).flatten(2)), x.new_zeros(())
@@ -238,11 +238,13 @@ def chosen_blocks(mass: Tensor) -> Tensor:
     """The blocks that each query sees: int32 [batch, heads_kv, queries, BLOCKS], -1 for none.
 
     Args:
-        mass: [batch, heads, queries, blocks], that the compressed branch gives to each block.
+        mass: [batch, heads, queries, blocks], the weight of each block in the compressed branch.
     """
     rank = mass.unflatten(1, (KV_HEADS, -1)).sum(2)
-    own, block = torch.arange(mass.shape[2])[:, None] // BLOCK, torch.arange(mass.shape[3])
-    rank = rank.masked_fill((block == 0) | (block == own), torch.inf).masked_fill(block > own, -1)
+    own_block, block = torch.arange(mass.shape[2])[:, None] // BLOCK, torch.arange(mass.shape[3])
+    rank = rank.masked_fill((block == 0) | (block == own_block), torch.inf).masked_fill(
+        block > own_block, -1
+    )
     best = rank.topk(BLOCKS, 3)
     return best.indices.masked_fill(best.values < 0, -1).int()
 
@@ -261,8 +263,8 @@ class LatentSparse(nn.Module):
         self.to_latent = nn.Linear(WIDTH, VALUES, bias=False)
         self.latent_norm = nn.LayerNorm(VALUES)
         self.to_turned = nn.Linear(WIDTH, TURNED, bias=False)
-        self.of_keys = nn.Parameter(torch.randn(HEADS, CONTENT, VALUES) * CONTENT**-0.5)
-        self.of_values = nn.Parameter(torch.randn(HEADS, VALUES, CONTENT) * VALUES**-0.5)
+        self.key_map = nn.Parameter(torch.randn(HEADS, CONTENT, VALUES) * CONTENT**-0.5)
+        self.value_map = nn.Parameter(torch.randn(HEADS, VALUES, CONTENT) * VALUES**-0.5)
         self.from_heads = nn.Linear(HEADS * CONTENT, WIDTH, bias=False)
         self.index_q = nn.Linear(WIDTH, INDEX_HEADS * INDEX_DIM, bias=False)
         self.index_k = nn.Linear(WIDTH, INDEX_DIM, bias=False)
@@ -272,7 +274,7 @@ class LatentSparse(nn.Module):
         """[batch, seq, WIDTH] -> the same shape, and a loss of the layer's own."""
         q = self.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
         content, turning = q.split((CONTENT, TURNED), 3)
-        q = torch.cat([content @ self.of_keys, turned(turning)], 3)
+        q = torch.cat([content @ self.key_map, turned(turning)], 3)
         latents = self.latent_norm(self.to_latent(x))
         rows = torch.cat([latents, turned(self.to_turned(x))], 2)[:, None]
 
@@ -281,8 +283,8 @@ class LatentSparse(nn.Module):
         best, keys = (x[..., :KEYS] for x in index.sort(dim=2, descending=True, stable=True))
         keys = self.attention.choose(keys.masked_fill(best == NEVER, -1)[:, None].int())
         out, mass = self.attention.latents(q, rows, keys)
-        of_heads = (out @ self.of_values).transpose(1, 2).flatten(2)
-        return self.from_heads(of_heads), indexer_loss(index, mass.detach(), keys[:, 0])
+        head_rows = (out @ self.value_map).transpose(1, 2).flatten(2)
+        return self.from_heads(head_rows), indexer_loss(index, mass.detach(), keys[:, 0])
 
     def index(self, x: Tensor) -> Tensor:
         """The indexer's scores [batch, queries, keys], which no gradient leaves."""
@@ -294,16 +296,16 @@ class LatentSparse(nn.Module):
 
 
 def indexer_loss(index: Tensor, mass: Tensor, keys: Tensor) -> Tensor:
-    """How far the softmax of the indexer's scores is from attention's weights, of chosen keys.
+    """The divergence of the softmax of the indexer's scores from attention's weights.
 
     Args:
         index: [batch, queries, keys].
         mass: [batch, heads, queries, keys].
         keys: [batch, queries, KEYS], -1 for none.
     """
-    none, places = keys < 0, keys.clamp_min(0).long()
-    scores = index.gather(2, places).masked_fill(none, NEVER)
-    target = mass.mean(1).gather(2, places).masked_fill(none, 0)
+    none, indices = keys < 0, keys.clamp_min(0).long()
+    scores = index.gather(2, indices).masked_fill(none, NEVER)
+    target = mass.mean(1).gather(2, indices).masked_fill(none, 0)
     apart = functional.kl_div(scores.log_softmax(2), target, reduction="none")
     return apart.sum(2).mean()
 
@@ -324,7 +326,7 @@ class Model(nn.Module):
     """A transformer over characters.
 
     Args:
-        name: of `MODELS`.
+        name: a name of `MODELS`.
     """
 
     def __init__(self, name: str, attention: Attention, characters: int) -> None:
@@ -347,20 +349,20 @@ class Model(nn.Module):
     def forward(self, numbers: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         """The cross entropy, and the sum of the layers' own losses."""
         x = self.characters(numbers) + self.positions.weight
-        of_layers = x.new_zeros(())
+        layer_losses = x.new_zeros(())
         for norm, mixer, mlp in zip(self.norms[:-1], self.mixers, self.mlps, strict=True):
-            out, of_layer = mixer(norm(x))
-            x, of_layers = x + out, of_layers + of_layer
+            out, layer_loss = mixer(norm(x))
+            x, layer_losses = x + out, layer_losses + layer_loss
             x = x + mlp(x)
         scores = self.to_scores(self.norms[-1](x))
-        return functional.cross_entropy(scores.flatten(0, 1), following.flatten()), of_layers
+        return functional.cross_entropy(scores.flatten(0, 1), following.flatten()), layer_losses
 
 
 class Step(NamedTuple):
     """One step of a training: the losses, and the gradients by parameter."""
 
     loss: float
-    of_layers: float
+    layer_loss: float
     gradients: dict[str, Tensor]
 
 
@@ -371,11 +373,11 @@ def train(name: str, attention: Attention, steps: int) -> Iterator[Step]:
     model = Model(name, attention, len(text.characters))
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     for numbers, following in text.batches(SIZES, steps, seed=1):
-        loss, of_layers = model(numbers, following)
+        loss, layer_loss = model(numbers, following)
         optimizer.zero_grad()
-        (loss + of_layers).backward()
+        (loss + layer_loss).backward()
         gradients = {key: x.grad.clone() for key, x in model.named_parameters()}
-        yield Step(loss.item(), of_layers.item(), gradients)
+        yield Step(loss.item(), layer_loss.item(), gradients)
         optimizer.step()
 
 
@@ -383,35 +385,35 @@ class Comparison(NamedTuple):
     """Two trainings of a model.
 
     Attributes:
-        losses: of flashgen's.
-        of_layers: those of its layers.
-        of_losses: the largest relative difference of a loss.
-        of_gradients: the largest difference of the first gradients, in units of the largest
-            element of a parameter's.
-        of_choices: the share of lists in which the other training would have other keys.
+        losses: the losses of flashgen's training.
+        layer_losses: the losses of its layers.
+        loss_difference: the largest relative difference of a loss.
+        gradient_difference: the largest difference of the first gradients, in units of the
+            largest element of a parameter's gradient.
+        other_choices: the share of lists in which the other training would have other keys.
     """
 
     losses: list[float]
-    of_layers: list[float]
-    of_losses: float
-    of_gradients: float
-    of_choices: float
+    layer_losses: list[float]
+    loss_difference: float
+    gradient_difference: float
+    other_choices: float
 
     @property
     def agrees(self) -> bool:
-        return max(self.of_losses, self.of_gradients) <= BOUND
+        return max(self.loss_difference, self.gradient_difference) <= BOUND
 
 
 def compare(name: str, steps: int) -> Comparison:
     attention = Flashgen()
-    ours = list(train(name, attention, steps))
+    own_steps = list(train(name, attention, steps))
     eager = Eager(attention.choices)
-    theirs = list(train(name, eager, steps))
-    first = ours[0].gradients, theirs[0].gradients
+    eager_steps = list(train(name, eager, steps))
+    first = own_steps[0].gradients, eager_steps[0].gradients
     return Comparison(
-        [step.loss for step in ours],
-        [step.of_layers for step in ours],
-        max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours, theirs, strict=True)),
+        [step.loss for step in own_steps],
+        [step.layer_loss for step in own_steps],
+        max(abs(a.loss - b.loss) / b.loss for a, b in zip(own_steps, eager_steps, strict=True)),
         max(float((x - first[1][key]).abs().max() / x.abs().max()) for key, x in first[0].items()),
         sum(eager.others) / len(eager.others),
     )
@@ -420,18 +422,19 @@ def compare(name: str, steps: int) -> Comparison:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("      loss          of indexers   largest difference of    other")
     print("      first   last  first   last  losses  first gradients  choices  seconds")
     passed = True
     for name in MODELS:
         start = time.perf_counter()
-        found = compare(name, given.steps)
-        passed &= found.agrees
+        comparison = compare(name, options.steps)
+        passed &= comparison.agrees
         print(
-            f"{name}   {found.losses[0]:.3f}  {found.losses[-1]:.3f}  {found.of_layers[0]:.3f}  "
-            f"{found.of_layers[-1]:.3f}  {found.of_losses:.0e}   {found.of_gradients:.0e}"
-            f"{found.of_choices:15.3%}  {time.perf_counter() - start:7.1f}",
+            f"{name}   {comparison.losses[0]:.3f}  {comparison.losses[-1]:.3f}  "
+            f"{comparison.layer_losses[0]:.3f}  {comparison.layer_losses[-1]:.3f}  "
+            f"{comparison.loss_difference:.0e}   {comparison.gradient_difference:.0e}"
+            f"{comparison.other_choices:15.3%}  {time.perf_counter() - start:7.1f}",
             flush=True,
         )
     print(f"allowed differences {BOUND:.0e}: {'pass' if passed else 'FAIL'}")

@@ -106,7 +106,7 @@ def train(pieces: Pieces, attention: str, dropout: float, steps: int) -> tuple[A
         )
         trainer.remove_callback(_printing())
         trainer.train()
-    return trainer.model, [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _printing() -> Any:
@@ -131,12 +131,12 @@ def continued(model: Any, attention: str, pieces: Pieces, steps: int) -> str:
     return pieces.decode(numbers[0, start.shape[1] :].tolist())
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="number of steps of each training")
     parser.add_argument("--dropout", type=float, default=0.1, help="of the third training")
     parser.add_argument("--plot", type=Path, default=Path("build/finetune.png"), help="the plot")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if options.steps < 1 or not 0 <= options.dropout < 1:
         parser.error("--steps is at least 1, and --dropout from 0 to below 1")
     check(parser, options.plot, "transformers", "accelerate")

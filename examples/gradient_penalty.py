@@ -29,10 +29,10 @@ BATCH, LEARNING_RATE, PENALTY = 8, 2e-3, 1.0
 
 def loss_of(critic: PointTransformer, data: Tensor, noise: Tensor) -> Tensor:
     data = data.requires_grad_()
-    of_data, of_noise = (critic(points).mean((1, 2)) for points in (data, noise))
-    (slope,) = torch.autograd.grad(of_data.sum(), data, create_graph=True)
+    data_score, noise_score = (critic(points).mean((1, 2)) for points in (data, noise))
+    (slope,) = torch.autograd.grad(data_score.sum(), data, create_graph=True)
     penalty = slope.square().sum((1, 2)).mean() / 2
-    return softplus(-of_data).mean() + softplus(of_noise).mean() + PENALTY * penalty
+    return softplus(-data_score).mean() + softplus(noise_score).mean() + PENALTY * penalty
 
 
 def losses(attention: Attention, steps: int, device: str) -> list[float]:
@@ -41,7 +41,7 @@ def losses(attention: Attention, steps: int, device: str) -> list[float]:
     critic = PointTransformer(attention, numbers=0, outputs=1).to(device)
     optimizer = torch.optim.Adam(critic.parameters(), LEARNING_RATE)
     generator = torch.Generator().manual_seed(1)
-    found = []
+    values = []
     for _ in range(steps):
         data = circles(BATCH, generator, device)
         noise = torch.randn(data.shape, generator=generator).to(device)
@@ -49,16 +49,16 @@ def losses(attention: Attention, steps: int, device: str) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    given = parser.parse_args()
-    return compare(lambda attention: losses(attention, given.steps, given.device), BOUND)
+    options = parser.parse_args()
+    return compare(lambda attention: losses(attention, options.steps, options.device), BOUND)
 
 
 if __name__ == "__main__":

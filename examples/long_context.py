@@ -53,26 +53,28 @@ def own_positions(length: int, rank: int, world: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
 
 
-def train(text: Text, sizes: Sizes, steps: int, device: str, places: Tensor | None) -> list[float]:
+def train(
+    text: Text, sizes: Sizes, steps: int, device: str, positions: Tensor | None
+) -> list[float]:
     """Trains from the same weights on the same sequences. Returns the loss of each step.
 
     Args:
-        places: this rank's positions; None to train on whole sequences, by this rank alone.
+        positions: this rank's positions; None to train on whole sequences, by this rank alone.
     """
     torch.manual_seed(0)
-    attention: Callable[..., Tensor] = alone if places is None else across_ranks
+    attention: Callable[..., Tensor] = alone if positions is None else across_ranks
     model = CharTransformer(len(text.characters), sizes, attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
     losses = []
     for pieces, following in text.batches(sizes, steps, seed=0):
-        if places is not None:
-            pieces, following = pieces[:, places], following[:, places]
-        at = None if places is None else places.to(device)
-        loss = model.loss(pieces.to(device), following.to(device), at)
+        if positions is not None:
+            pieces, following = pieces[:, positions], following[:, positions]
+        rank_positions = None if positions is None else positions.to(device)
+        loss = model.loss(pieces.to(device), following.to(device), rank_positions)
         optimizer.zero_grad()
         loss.backward()
         shown = loss.detach().clone()
-        if places is not None:  # the mean over all positions, and its gradients
+        if positions is not None:  # the mean over all positions, and its gradients
             for tensor in (shown, *(parameter.grad for parameter in model.parameters())):
                 dist.all_reduce(tensor)
                 tensor /= dist.get_world_size()
@@ -82,12 +84,12 @@ def train(text: Text, sizes: Sizes, steps: int, device: str, places: Tensor | No
     return losses
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="number of steps of each training")
     parser.add_argument("--context", type=int, default=512, help="characters of a sequence")
     parser.add_argument("--plot", type=Path, default=Path("build/long_context.png"))
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if "WORLD_SIZE" not in os.environ:
         print("start it on several ranks: torchrun --nproc-per-node 4 examples/long_context.py")
         return 2
@@ -105,8 +107,8 @@ def main(given: list[str] | None = None) -> int:
     sizes = Sizes(context=options.context, batch=4)
     one = train(text, sizes, options.steps, device, None) if rank == 0 else []
     dist.barrier()
-    places = own_positions(options.context, rank, world)
-    many = train(text, sizes, options.steps, device, places)
+    positions = own_positions(options.context, rank, world)
+    many = train(text, sizes, options.steps, device, positions)
     status = 0
     if rank == 0:
         apart = [abs(a - b) for a, b in zip(one, many, strict=True)]
@@ -116,7 +118,7 @@ def main(given: list[str] | None = None) -> int:
         losses = {"one process, whole sequences": one, f"{world} ranks, ring": many}
         plot(options.plot, title, losses, apart, LARGEST_DIFFERENCE, "difference of losses")
         print(
-            f"{world} ranks, {options.context} characters, {len(places)} on each rank\n"
+            f"{world} ranks, {options.context} characters, {len(positions)} on each rank\n"
             f"one process  loss {one[0]:.4f} -> {one[-1]:.4f}\n"
             f"{world} ranks      loss {many[0]:.4f} -> {many[-1]:.4f}\n"
             f"plot {options.plot}\nlargest difference {max(apart):.1e}, allowed "

@@ -21,7 +21,7 @@ def check(parser: argparse.ArgumentParser, file: Path, *packages: str) -> None:
 
     Args:
         file: the plot, whose folder is made.
-        packages: what the example imports besides matplotlib.
+        packages: the packages that the example imports besides matplotlib.
     """
     for name in ("matplotlib", *packages):
         try:

@@ -47,7 +47,7 @@ def losses(attention: Attention, steps: int, device: str) -> list[float]:
     model = PointTransformer(attention, numbers=2, outputs=2).to(device)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     generator = torch.Generator().manual_seed(1)
-    found = []
+    values = []
     for _ in range(steps):
         data = circles(BATCH, generator, device)
         noise = torch.randn(data.shape, generator=generator).to(device)
@@ -56,16 +56,16 @@ def losses(attention: Attention, steps: int, device: str) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    given = parser.parse_args()
-    return compare(lambda attention: losses(attention, given.steps, given.device), BOUND)
+    options = parser.parse_args()
+    return compare(lambda attention: losses(attention, options.steps, options.device), BOUND)
 
 
 if __name__ == "__main__":

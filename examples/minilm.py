@@ -73,20 +73,23 @@ def main(sentences: list[str]) -> int:
     ):
         print(f"{number}  {tokens:3} tokens  {sentence[:80]}")
 
-    found, seconds = {}, {}
+    vectors, seconds = {}, {}
     for attention in ("sdpa", "fg"):
         model = AutoModel.from_pretrained(
             folder, dtype=torch.float16, attn_implementation=attention
         ).to(device)
         start = time.perf_counter()
-        found[attention] = embeddings(model, batch)
+        vectors[attention] = embeddings(model, batch)
         seconds[attention] = time.perf_counter() - start
 
-    cosines = {name: each @ each.T for name, each in found.items()}
+    cosines = {name: by_attention @ by_attention.T for name, by_attention in vectors.items()}
     where = "on the GPU" if device == "cuda" else "in the emulator"
     show("cosines with torch's attention", cosines["sdpa"], seconds["sdpa"])
     show(f"cosines with flashgen's kernel {where}", cosines["fg"], seconds["fg"])
-    difference = max(float((each["sdpa"] - each["fg"]).abs().max()) for each in (found, cosines))
+    difference = max(
+        float((by_attention["sdpa"] - by_attention["fg"]).abs().max())
+        for by_attention in (vectors, cosines)
+    )
     operator = integration.operators()[0]
     print(f"\nkernel: {operator.report.kernel.source.name}")
     verdict = "pass" if difference <= LARGEST_DIFFERENCE else "FAIL"

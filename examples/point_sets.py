@@ -54,7 +54,7 @@ class PointTransformer(nn.Module):
     """Layers of attention and an MLP over the points of a set, with numbers for all of them.
 
     Args:
-        numbers: how many numbers, such as times, belong to each set.
+        numbers: the count of numbers, such as times, that belong to each set.
         outputs: the length of the result for each point.
     """
 
@@ -88,14 +88,16 @@ def compare(losses: Callable[[Attention], Sequence[float]], bound: float, every:
         losses: the losses of a training with an attention.
         bound: the largest relative difference that is allowed at any step.
     """
-    ours, theirs = losses(flashgen_attention), losses(float64_attention)
+    own_losses, reference_losses = losses(flashgen_attention), losses(float64_attention)
     worst = 0.0
     print("step     flashgen      float64  relative difference")
-    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        difference = abs(one - other) / max(abs(other), 1e-12)
+    for step, (own_loss, reference_loss) in enumerate(
+        zip(own_losses, reference_losses, strict=True)
+    ):
+        difference = abs(own_loss - reference_loss) / max(abs(reference_loss), 1e-12)
         worst = max(worst, difference)
-        if step % every == 0 or step == len(ours) - 1:
-            print(f"{step:4}  {one:11.6f}  {other:11.6f}  {difference:.1e}")
+        if step % every == 0 or step == len(own_losses) - 1:
+            print(f"{step:4}  {own_loss:11.6f}  {reference_loss:11.6f}  {difference:.1e}")
     passed = worst <= bound
     verdict = "pass" if passed else "FAIL"
     print(f"largest relative difference {worst:.1e}, allowed {bound:.0e}: {verdict}")

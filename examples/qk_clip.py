@@ -52,7 +52,7 @@ def train(steps: int, threshold: float | None, width: int = 64, heads: int = 4) 
     torch.manual_seed(0)
     layer = Attention(width, heads)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
-    found = []
+    largest_scores = []
     for _ in range(steps):
         x = torch.randn(8, 48, width)
         marks = torch.nn.functional.one_hot(torch.randint(8, (8, 48)), 8) * 3.0
@@ -66,17 +66,17 @@ def train(steps: int, threshold: float | None, width: int = 64, heads: int = 4) 
         optimizer.step()
         if threshold is not None:
             layer.clip(largest, threshold)
-        found.append(float(largest.max()))
-    return found
+        largest_scores.append(float(largest.max()))
+    return largest_scores
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threshold", type=float, default=4.0)
-    given = parser.parse_args()
-    for name, threshold in (("without", None), ("with", given.threshold)):
-        largest = train(given.steps, threshold)
+    options = parser.parse_args()
+    for name, threshold in (("without", None), ("with", options.threshold)):
+        largest = train(options.steps, threshold)
         print(
             f"{name:8} QK-clip: largest score {largest[0]:.1f} at first, {largest[-1]:.1f} at last"
         )

@@ -89,7 +89,7 @@ class Policy(nn.Module):
         super().__init__()
         size = LAYERS, (HEADS + 2 * HEADS_KV) * HEAD_DIM, WIDTH
         self.tokens = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 4)
-        self.places = nn.Parameter(torch.randn(CONTEXT, WIDTH) / 4)
+        self.positions = nn.Parameter(torch.randn(CONTEXT, WIDTH) / 4)
         self.to_qkv = nn.Parameter(torch.randn(size) / 4)
         self.from_heads = nn.Parameter(torch.randn(LAYERS, WIDTH, WIDTH) / 16)
         self.into, self.back = (
@@ -99,9 +99,9 @@ class Policy(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(LAYERS, HEADS))
         self.to_scores = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 6)
 
-    def forward(self, tokens: Tensor, places: Tensor, attention: Attention) -> Tensor:
+    def forward(self, tokens: Tensor, indices: Tensor, attention: Attention) -> Tensor:
         """int64 [tokens] twice -> [tokens, vocabulary]."""
-        x = self.tokens[tokens] + self.places[places]
+        x = self.tokens[tokens] + self.positions[indices]
         for layer in range(LAYERS):
             qkv = product(norm(x), self.to_qkv[layer]).unflatten(1, (-1, HEAD_DIM)).transpose(0, 1)
             q, k, v = qkv[None].split([HEADS, HEADS_KV, HEADS_KV], 1)
@@ -121,7 +121,7 @@ class Request:
     Attributes:
         noise: Gumbel noise [length, vocabulary] by which tokens are drawn.
         logs: the log-probability of each generated token.
-        cached: tokens whose keys and values are in the pages.
+        cached: the number of tokens whose keys and values are in the pages.
     """
 
     tokens: list[int]
@@ -145,12 +145,13 @@ class Sampler:
     """Generates texts with a paged cache.
 
     Attributes:
-        calls, shared, accepted: calls of the policy, tokens whose keys another request had
-            computed, and drafts that were right.
+        calls: the number of calls of the policy.
+        shared: the number of tokens whose keys another request had computed.
+        accepted: the number of drafts that were right.
     """
 
-    def __init__(self, policy: Policy, pages: int, **how: Any) -> None:
-        self.policy, self.how = policy, how
+    def __init__(self, policy: Policy, pages: int, **run_options: Any) -> None:
+        self.policy, self.run_options = policy, run_options
         self.op = fg.attention(SPEC.replace(paged=True))
         self.cache = torch.zeros(LAYERS, 2, pages, HEADS_KV, PAGE, HEAD_DIM)
         self.free = list(range(pages))
@@ -161,9 +162,11 @@ class Sampler:
         tables = dict(self.tables)
         caches = self.cache[layer].unbind()
         ends = tables["cu_seqlens_q"]
-        places = {name: tables[name] for name in ("page_table", "cache_seqlens")}
-        fg.append_kv(k, v, *caches, **places, cu_seqlens=ends, **self.how)
-        out: Tensor = self.op(q, *caches, **tables, sink=sink, window=WINDOWS[layer], **self.how)
+        page_tables = {name: tables[name] for name in ("page_table", "cache_seqlens")}
+        fg.append_kv(k, v, *caches, **page_tables, cu_seqlens=ends, **self.run_options)
+        out: Tensor = self.op(
+            q, *caches, **tables, sink=sink, window=WINDOWS[layer], **self.run_options
+        )
         return out
 
     def start(self, request: Request, others: list[Request]) -> None:
@@ -190,45 +193,45 @@ class Sampler:
             ends = len(missing) <= CHUNK
             parts.append(missing + request.drafts() if ends else missing[:CHUNK])
         width = max(len(request.pages) for request in running)
-        table = [each.pages + [-1] * (width - len(each.pages)) for each in running]
-        lengths = [each.cached + len(part) for each, part in zip(running, parts, strict=True)]
+        table = [request.pages + [-1] * (width - len(request.pages)) for request in running]
+        lengths = [request.cached + len(part) for request, part in zip(running, parts, strict=True)]
         ends = [0, *itertools.accumulate(map(len, parts))]
         names = "page_table", "cache_seqlens", "cu_seqlens_q"
-        values = (torch.tensor(each, dtype=torch.int32) for each in (table, lengths, ends))
+        values = (torch.tensor(rows, dtype=torch.int32) for rows in (table, lengths, ends))
         self.tables = dict(zip(names, values, strict=True))
         tokens = torch.tensor([token for part in parts for token in part])
         firsts = (range(n - len(part), n) for n, part in zip(lengths, parts, strict=True))
-        places = torch.tensor([place for part in firsts for place in part])
-        logs = self.policy(tokens, places, self.attention).split([len(part) for part in parts])
-        for request, part, of_part in zip(running, parts, logs, strict=True):
-            self.take(request, part, of_part)
+        positions = torch.tensor([position for part in firsts for position in part])
+        logs = self.policy(tokens, positions, self.attention).split([len(part) for part in parts])
+        for request, part, part_logs in zip(running, parts, logs, strict=True):
+            self.take(request, part, part_logs)
         self.calls += 1
 
     def take(self, request: Request, part: list[int], logs: Tensor) -> None:
-        """Draws tokens after those of a part, as long as the drafts are what is drawn."""
-        at, known = request.cached, len(request.tokens)
+        """Draws tokens behind a part, as long as they are equal to the drafts."""
+        cached, count = request.cached, len(request.tokens)
         for i, row in enumerate(logs):
-            if at + i + 1 < known:
+            if cached + i + 1 < count:
                 continue  # the prompt goes on
-            if at + i >= known:  # a draft, which must be what was drawn there
-                if request.tokens[at + i] != part[i]:
+            if cached + i >= count:  # a draft, which must be what was drawn there
+                if request.tokens[cached + i] != part[i]:
                     break
                 self.accepted += 1
-            token = int((row + request.noise[at + i]).argmax())
+            token = int((row + request.noise[cached + i]).argmax())
             request.tokens.append(token)
             request.logs.append(float(row[token]))
-        request.cached = min(at + len(part), len(request.tokens) - 1)
+        request.cached = min(cached + len(part), len(request.tokens) - 1)
 
     def generate(self, requests: list[Request]) -> None:
-        """A request begins where another one ends."""
+        """Generates all texts; a waiting request begins when another one ends."""
         waiting, running, done = list(requests), [], []  # type: ignore[var-annotated]
         while waiting or running:
             while waiting and len(running) < BATCH:
                 self.start(waiting[0], [*running, *done])
                 running.append(waiting.pop(0))
             self.step(running)
-            done += [each for each in running if len(each.tokens) == each.length]
-            running = [each for each in running if len(each.tokens) < each.length]
+            done += [request for request in running if len(request.tokens) == request.length]
+            running = [request for request in running if len(request.tokens) < request.length]
 
 
 # ---- the trainer --------------------------------------------------------------------------------
@@ -237,8 +240,8 @@ class Sampler:
 class Trainer:
     """Learns from the texts of the sampler, all of them in one packed sequence of tokens."""
 
-    def __init__(self, policy: Policy, **how: Any) -> None:
-        self.policy, self.how = policy, how
+    def __init__(self, policy: Policy, **run_options: Any) -> None:
+        self.policy, self.run_options = policy, run_options
         self.op = fg.attention(SPEC.replace(packed=True))
         self.optimizer = torch.optim.Adam(policy.parameters(), lr=0.003)
 
@@ -250,22 +253,24 @@ class Trainer:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
             sequences = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
             out: Tensor = self.op(
-                q, k, v, **sequences, sink=sink, window=WINDOWS[layer], **self.how
+                q, k, v, **sequences, sink=sink, window=WINDOWS[layer], **self.run_options
             )
             return out
 
-        tokens = torch.tensor([token for each in requests for token in each.tokens[:-1]])
-        places = torch.cat([torch.arange(count) for count in counts])
-        found = self.policy(tokens, places, attention).split(counts)
+        tokens = torch.tensor([token for text in requests for token in text.tokens[:-1]])
+        positions = torch.cat([torch.arange(count) for count in counts])
+        logs = self.policy(tokens, positions, attention).split(counts)
         following = (torch.tensor(request.tokens[1:]) for request in requests)
-        rows = (x.gather(1, y[:, None])[:, 0] for x, y in zip(found, following, strict=True))
-        return [x[-len(each.logs) :] for x, each in zip(rows, requests, strict=True)]
+        rows = (x.gather(1, y[:, None])[:, 0] for x, y in zip(logs, following, strict=True))
+        return [x[-len(text.logs) :] for x, text in zip(rows, requests, strict=True)]
 
     def update(self, requests: list[Request], rewards: Tensor) -> Tensor:
         """One step of policy gradients. Returns the log-probabilities before it."""
         logs = self.logs(requests)
         gain = (rewards - rewards.mean()) / (rewards.std() + 1e-3)
-        loss = -sum(each.mean() * by for each, by in zip(logs, gain, strict=True)) / len(logs)
+        loss = -sum(text_logs.mean() * by for text_logs, by in zip(logs, gain, strict=True)) / len(
+            logs
+        )
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
         self.optimizer.step()
@@ -279,14 +284,14 @@ def requests_of(seed: int, prompts: int = 2, samples: int = 2) -> list[Request]:
     """Some texts for each of some prompts, which have a common beginning."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda count: torch.randint(VOCABULARY, (count,), generator=generator).tolist()  # noqa: E731
-    common, found = draw(9), []
+    common, requests = draw(9), []
     for _ in range(prompts):
         prompt = common + draw(int(torch.randint(3, 12, (), generator=generator)))
         for _ in range(samples):
             length = len(prompt) + int(torch.randint(6, 12, (), generator=generator))
             uniform = torch.rand(length, VOCABULARY, generator=generator)
-            found.append(Request(prompt.copy(), length, -(-uniform.log()).log()))
-    return found
+            requests.append(Request(prompt.copy(), length, -(-uniform.log()).log()))
+    return requests
 
 
 def reward(request: Request) -> float:
@@ -301,34 +306,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", help='"emulator" for emitted kernels; default: by tensor')
     parser.add_argument("--arch")
     parser.add_argument("--ordinary", action="store_true", help="without the batch-invariant mode")
-    given = parser.parse_args(arguments)
-    how = {"backend": given.backend, "arch": given.arch}
+    options = parser.parse_args(arguments)
+    run_options = {"backend": options.backend, "arch": options.arch}
     torch.manual_seed(0)
     policy, begun = Policy(), time.perf_counter()
-    trainer = Trainer(policy, **how)
+    trainer = Trainer(policy, **run_options)
     tokens = calls = shared = accepted = differing = 0
     largest = 0.0
-    with fg.batch_invariant_mode(not given.ordinary):
-        for number in range(given.updates):
+    with fg.batch_invariant_mode(not options.ordinary):
+        for number in range(options.updates):
             requests = requests_of(number)
-            sampler = Sampler(policy, pages=64, **how)
+            sampler = Sampler(policy, pages=64, **run_options)
             sampler.generate(requests)
             rewards = torch.tensor([reward(request) for request in requests])
-            found = trainer.update(requests, rewards)
+            trained = trainer.update(requests, rewards)
             sampled = torch.tensor([log for request in requests for log in request.logs])
-            difference = (found - sampled).abs()
-            tokens, differing = tokens + len(found), differing + int((difference != 0).sum())
+            difference = (trained - sampled).abs()
+            tokens, differing = tokens + len(trained), differing + int((difference != 0).sum())
             largest = max(largest, float(difference.max()))
             calls, shared = calls + sampler.calls, shared + sampler.shared
             accepted += sampler.accepted
-            if number % 10 == 0 or number == given.updates - 1:
+            if number % 10 == 0 or number == options.updates - 1:
                 print(f"update {number:3}   reward {float(rewards.mean()):.3f}")
     print(
         f"{tokens:,} tokens in {calls:,} calls; {shared:,} tokens of shared prefixes, "
         f"{accepted:,} accepted drafts; {time.perf_counter() - begun:.1f} s"
     )
     print(f"log-probabilities that differ: {differing:,}, by {largest:.1e} at most")
-    return int(differing > 0 and not given.ordinary)
+    return int(differing > 0 and not options.ordinary)
 
 
 if __name__ == "__main__":

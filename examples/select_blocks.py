@@ -58,8 +58,8 @@ def problem(keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries that look for keys of a few topics, each of which lies in neighbouring blocks."""
     torch.manual_seed(0)
     topics = torch.randn(8, 64)
-    of_keys = topics[torch.arange(keys) * 8 // keys]
-    k = (of_keys + 0.3 * torch.randn(2, 4, keys, 64)) * 1.2
+    key_topics = topics[torch.arange(keys) * 8 // keys]
+    k = (key_topics + 0.3 * torch.randn(2, 4, keys, 64)) * 1.2
     q = topics[torch.randint(8, (keys // BLOCK + 1,))].repeat_interleave(BLOCK, 0)[:keys]
     return (q + 0.3 * torch.randn(2, 4, keys, 64)) * 1.2, k, torch.randn(2, 4, keys, 64)
 
@@ -68,15 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--keys", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=4)
-    given = parser.parse_args()
-    q, k, v = problem(given.keys)
-    wanted, aux = full(q, k, v, return_aux=fg.AuxRequest(block_mass=BLOCK))
-    live = select(aux.block_mass, given.blocks)
-    kept = (aux.block_mass * live.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]]).sum(3)
-    found = sparse(q, k, v, layout=fg.Layout.of(live))
-    error = (found - wanted).abs().max()
+    options = parser.parse_args()
+    q, k, v = problem(options.keys)
+    expected, aux = full(q, k, v, return_aux=fg.AuxRequest(block_mass=BLOCK))
+    live = select(aux.block_mass, options.blocks)
+    mass = (aux.block_mass * live.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]]).sum(3)
+    out = sparse(q, k, v, layout=fg.Layout.of(live))
+    error = (out - expected).abs().max()
     print(f"blocks: {int(live.sum())} of {live.numel()}")
-    print(f"mass of the selected blocks: {kept.mean():.3f} on average, {kept.min():.3f} at least")
+    print(f"mass of the selected blocks: {mass.mean():.3f} on average, {mass.min():.3f} at least")
     print(f"largest difference of the output: {error:.3f}")
 
 

@@ -119,13 +119,16 @@ def show(engines: dict[str, Engine], seconds: dict[str, float]) -> None:
     )
     name, engine = list(engines.items())[-1]
     counts = engine.counts
-    of_calls = " ".join(map(str, counts.tokens))
-    of_drafts = " ".join(map(str, counts.accepted))
-    for text in (f"Tokens of each call {name}: {of_calls}", f"Accepted drafts: {of_drafts}"):
+    tokens_of_calls = " ".join(map(str, counts.tokens))
+    accepted_of_drafts = " ".join(map(str, counts.accepted))
+    for text in (
+        f"Tokens of each call {name}: {tokens_of_calls}",
+        f"Accepted drafts: {accepted_of_drafts}",
+    ):
         print("", *textwrap.wrap(text, 100), sep="\n")
 
 
-def options_of(given: Sequence[str] | None) -> argparse.Namespace:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The settings of the command line; invalid ones end the program with status 2."""
     parser = argparse.ArgumentParser(
         description="Trains a character transformer and serves requests from a paged cache.",
@@ -140,7 +143,7 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, help="most tokens that are generated for one; 8 in the emulator"
     )
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     emulator = options.backend == "emulator"
     options.device = options.device or ("cuda" if gpu and not emulator else "cpu")
     if options.requests is None:
@@ -154,8 +157,8 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    options = options_of(given)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
     dtype = torch.float16 if options.backend == "emulator" else torch.float32
     text, sizes = Text(TEXT.read_text(encoding="utf-8")[:LEARNED]), SIZES
     print(
@@ -174,10 +177,10 @@ def main(given: Sequence[str] | None = None) -> int:
     numbers = {character: number for number, character in enumerate(text.characters)}
 
     def requests() -> list[Request]:
-        asked = REQUESTS[: options.requests]
-        prompts = [[numbers[character] for character in prompt] for prompt, _ in asked]
-        lengths = [len(prompt) + min(more, options.tokens) for prompt, more in asked]
-        return [Request(*each) for each in zip(prompts, lengths, strict=True)]
+        chosen = REQUESTS[: options.requests]
+        prompts = [[numbers[character] for character in prompt] for prompt, _ in chosen]
+        lengths = [len(prompt) + min(more, options.tokens) for prompt, more in chosen]
+        return [Request(*fields) for fields in zip(prompts, lengths, strict=True)]
 
     expected = [plain(model, request) for request in requests()]
     for request, tokens in zip(requests(), expected, strict=True):
@@ -188,13 +191,15 @@ def main(given: Sequence[str] | None = None) -> int:
     engines: dict[str, Engine] = {}
     seconds: dict[str, float] = {}
     equal = True
-    for name, how in ENGINES.items():
-        engine = Engine(model, sizes, dtype, **how, backend=options.backend, arch=options.arch)
-        served = requests()
+    for name, engine_options in ENGINES.items():
+        engine = Engine(
+            model, sizes, dtype, **engine_options, backend=options.backend, arch=options.arch
+        )
+        running = requests()
         start = time.perf_counter()
-        engine.serve(served)
+        engine.serve(running)
         engines[name], seconds[name] = engine, time.perf_counter() - start
-        equal = equal and [request.tokens for request in served] == expected
+        equal = equal and [request.tokens for request in running] == expected
     show(engines, seconds)
     verdict = "pass" if equal else "FAIL"
     print(f"\nEvery text equals that of plain generation: {verdict}")

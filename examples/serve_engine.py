@@ -46,10 +46,10 @@ class Request:
     """A text that is continued.
 
     Attributes:
-        tokens: the prompt and what has been generated.
-        length: of the finished text.
-        pages: of its keys and values, in order.
-        cached: number of tokens whose keys and values are in the pages.
+        tokens: the prompt and the generated tokens.
+        length: the number of tokens of the finished text.
+        pages: the pages of its keys and values, in order.
+        cached: the number of tokens whose keys and values are in the pages.
     """
 
     tokens: list[int]
@@ -85,7 +85,8 @@ class Tree:
     """Drafts of a continuation. Node 0 is the last token of the text, the others are drafts.
 
     Attributes:
-        tokens, parents, depths: of each node; parents come before their children.
+        tokens, parents, depths: the token, the parent and the depth of each node; parents come
+            before their children.
         children: the node that follows a node by a token.
     """
 
@@ -107,7 +108,7 @@ class Tree:
             node = self.children[node, token]
 
     def mask(self) -> Tensor:
-        """A draft sees itself and what its parent sees. The root is not one of the drafts."""
+        """A draft sees itself and all drafts that its parent sees; the root is no draft."""
         seen = torch.eye(DRAFTS, dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent > 0:
@@ -133,14 +134,14 @@ class Tree:
 
 
 def drafted(request: Request) -> Tree:
-    """What followed the last characters where they occur before: longest and latest match first."""
-    tokens, found = request.tokens, Tree(request.tokens[-1])
+    """Continuations of earlier occurrences of the last characters, the longest match first."""
+    tokens, tree = request.tokens, Tree(request.tokens[-1])
     depth = min(DEPTH, request.length - len(tokens) - 1)  # the call gives one token without drafts
     for n in range(min(LONGEST_MATCH, len(tokens) - 1), 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:]:
-                found.add(tokens[end : end + depth])
-    return found
+                tree.add(tokens[end : end + depth])
+    return tree
 
 
 # ---- the engine ---------------------------------------------------------------------------------
@@ -158,10 +159,10 @@ class Part:
         first = self.request.cached
         return self.request.tokens[first : first + self.count] + self.tree.tokens[1:]
 
-    def places(self) -> list[int]:
+    def positions(self) -> list[int]:
         """Positions in the text, for the embedding: drafts of one depth have the same.
 
-        In the cache each draft has a position of its own, and this is what the mask sees.
+        In the cache each draft has a position of its own, which the mask sees.
         """
         first, end = self.request.cached, self.request.cached + self.count
         return [*range(first, end), *(end - 1 + depth for depth in self.tree.depths[1:])]
@@ -169,13 +170,13 @@ class Part:
 
 @dataclass
 class Counts:
-    """What an engine has done.
+    """The work of an engine in numbers.
 
     Attributes:
-        tokens: of each call, drafts included.
-        pages: that running requests had at one time, at most.
+        tokens: the tokens of each call, drafts included.
+        pages: the most pages that running requests had at one time.
         shared: tokens that were in the cache when their request came.
-        accepted: drafts that each verification accepted.
+        accepted: the number of drafts that each verification accepted.
         preempted: how often a request gave its pages back and waited.
     """
 
@@ -191,18 +192,23 @@ class Engine:
 
     Args:
         model: its attention is replaced, in a copy, by one with a paged cache.
-        dtype: of the cache.
-        pages: number of pages of the cache.
-        batch: requests that run at one time, at most.
+        dtype: the dtype of the cache.
+        pages: the number of pages of the cache.
+        batch: the most requests that run at one time.
         sharing, drafting: whether prefixes are shared, and drafts verified.
-        how: backend and arch of all calls.
+        run_options: the backend and the architecture of all calls.
     """
 
     def __init__(
         self, model: CharTransformer, sizes: Sizes, dtype: torch.dtype, pages: int = 64,
-        batch: int = 4, sharing: bool = True, drafting: bool = True, **how: Any,
+        batch: int = 4, sharing: bool = True, drafting: bool = True, **run_options: Any,
     ) -> None:  # fmt: skip
-        self.batch, self.sharing, self.drafting, self.how = batch, sharing, drafting, how
+        self.batch, self.sharing, self.drafting, self.run_options = (
+            batch,
+            sharing,
+            drafting,
+            run_options,
+        )
         self.op = fg.attention(
             fg.AttentionSpec(causal_and_tree, head_dim=sizes.head_dim, dtype=dtype, paged=True)
         )
@@ -237,9 +243,9 @@ class Engine:
             page_table=tables["page_table"],
             cache_seqlens=tables["cache_seqlens"],
             cu_seqlens=tables["cu_seqlens_q"],
-            **self.how,
+            **self.run_options,
         )
-        out: Tensor = self.op(q.to(dtype), k_cache, v_cache, **tables, **self.how)
+        out: Tensor = self.op(q.to(dtype), k_cache, v_cache, **tables, **self.run_options)
         return out.to(q.dtype)
 
     def call(self, parts: Sequence[Part]) -> list[list[int]]:
@@ -256,11 +262,11 @@ class Engine:
             "drafts": self.tensor([len(part.tree.tokens) - 1 for part in parts]),
         }
         tokens = self.tensor([token for part in parts for token in part.tokens()], torch.int64)
-        places = self.tensor([place for part in parts for place in part.places()])
+        positions = self.tensor([position for part in parts for position in part.positions()])
         with torch.no_grad():
-            best = self.model(tokens[None], places)[0].argmax(1)
+            best = self.model(tokens[None], positions)[0].argmax(1)
         self.counts.tokens.append(sum(counts))
-        return [each.tolist() for each in best.split(counts)]
+        return [tokens_of_part.tolist() for tokens_of_part in best.split(counts)]
 
     def move(self, request: Request, moves: Sequence[tuple[int, int]]) -> None:
         """Copies keys and values of a request from positions to other positions."""
@@ -269,7 +275,7 @@ class Engine:
         rows = self.cache[:, :, old // PAGE, :, old % PAGE]  # [moves, layers, k and v, heads, d]
         for layer, (k_cache, v_cache) in enumerate(self.cache):
             k, v = rows[:, layer].permute(1, 2, 0, 3)[:, None]
-            fg.append_kv(k, v, k_cache, v_cache, slot_mapping=new, **self.how)
+            fg.append_kv(k, v, k_cache, v_cache, slot_mapping=new, **self.run_options)
 
     # Pages.
 
@@ -311,10 +317,10 @@ class Engine:
         rest = count % PAGE
         if rest:
             partly = request.pages.pop()
-            own = self.take_page()
-            if own is not None:
-                self.cache[:, :, own, :, :rest] = self.cache[:, :, partly, :, :rest]
-                request.pages.append(own)
+            page_copy = self.take_page()
+            if page_copy is not None:
+                self.cache[:, :, page_copy, :, :rest] = self.cache[:, :, partly, :, :rest]
+                request.pages.append(page_copy)
             else:
                 count -= rest
             self.pages.release([partly])
@@ -328,7 +334,7 @@ class Engine:
     # Requests.
 
     def schedule(self) -> list[Part]:
-        """What the next call computes: something of each request that runs.
+        """The parts that the next call computes: one of each request that runs.
 
         A prompt and a text that continues are no different: both have tokens that are not cached.
         A request begins when there are pages for all its tokens. If no page is left for a request
@@ -347,8 +353,8 @@ class Engine:
         for request in list(self.running):
             missing = len(request.tokens) - request.cached
             ends = missing <= CHUNK
-            found = drafted(request) if self.drafting and ends else Tree(request.tokens[-1])
-            part = Part(request, min(missing, CHUNK), found)
+            tree = drafted(request) if self.drafting and ends else Tree(request.tokens[-1])
+            part = Part(request, min(missing, CHUNK), tree)
             while request in self.running:
                 if self.grow(request, request.cached + len(part.tokens())):
                     parts.append(part)
@@ -362,7 +368,7 @@ class Engine:
         return parts
 
     def step(self) -> None:
-        """One call, and what follows from it for each request."""
+        """Makes one call and adds the accepted tokens to each request."""
         parts = self.schedule()
         for part, best in zip(parts, self.call(parts), strict=True):
             request = part.request
@@ -373,8 +379,8 @@ class Engine:
             path, generated = part.tree.accepted(best[part.count - 1 :])
             # Draft n is at position end + n - 1, behind rejected ones. What is left there when the
             # accepted ones have moved lies past the length, and later tokens overwrite it.
-            places = [(end + node - 1, end + i) for i, node in enumerate(path)]
-            moves = [(old, new) for old, new in places if old != new]
+            moves_of_drafts = [(end + node - 1, end + i) for i, node in enumerate(path)]
+            moves = [(old, new) for old, new in moves_of_drafts if old != new]
             if moves:
                 self.move(request, moves)
             request.cached += len(path)
@@ -386,7 +392,7 @@ class Engine:
                 self.finished.append(request)
 
     def serve(self, requests: Sequence[Request], every: int = 2) -> None:
-        """Serves requests, of which one comes every ``every`` calls."""
+        """Serves requests; one comes every ``every`` calls."""
         capacity = len(self.pages.references) * PAGE
         longest = max(request.length for request in requests)
         if longest + DRAFTS > capacity:

@@ -59,7 +59,7 @@ class FlashgenAttention:
     """The same attention by a flashgen operator.
 
     Args:
-        dropout: whether its kernels can drop elements; those that cannot are smaller.
+        dropout: whether its kernels can drop elements; kernels that cannot are smaller.
     """
 
     def __init__(self, head_dim: int, dtype: str, *, dropout: bool) -> None:
@@ -71,7 +71,7 @@ class FlashgenAttention:
         return self.op(q, k, v, dropout_p=dropout_p)
 
     def what_ran(self) -> str:
-        """Names of the kernels of the last forward and backward pass, or what ran instead."""
+        """Names of the kernels, or of the algorithms, of the last forward and backward pass."""
         reports = [report for report in (self.op.report, *self.op.backward_reports) if report]
         names = [report.kernel.source.name if report.kernel else "" for report in reports]
         return ", ".join(filter(None, names)) or f"{reports[0].backend} algorithms, no kernel"
@@ -103,9 +103,9 @@ class Training:
 
     Attributes:
         dropout: probability of dropping an element of the softmax while training.
-        losses: of the batch of every step, before the step; nats per character.
-        held_out: loss on the held-out text after the last step, without dropout.
-        seconds: that the steps took.
+        losses: the loss of the batch of every step, before the step; nats per character.
+        held_out: the loss on the held-out text after the last step, without dropout.
+        seconds: the duration of all steps.
     """
 
     name: str
@@ -202,7 +202,7 @@ def show(trainings: Sequence[Training], apart: Sequence[float]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def options_of(given: Sequence[str] | None) -> argparse.Namespace:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The settings of the command line; invalid ones end the program with status 2."""
     parser = argparse.ArgumentParser(
         description="Trains a character transformer with torch's attention and with flashgen's.",
@@ -226,7 +226,7 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and dropout")
     parser.add_argument("--text", type=Path, default=TEXT, help="a text file in UTF-8")
     parser.add_argument("--plot", type=Path, default=Path("build/train_char.png"), help="the plot")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: at least 1")
     if not 0 <= options.dropout < 1:
@@ -241,13 +241,13 @@ def options_of(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--text {options.text}: {error}")
     least = 20 * Sizes().context
     if len(options.characters) < least:
-        found = len(options.characters)
-        parser.error(f"--text {options.text}: {found} characters, at least {least} are needed")
+        length = len(options.characters)
+        parser.error(f"--text {options.text}: {length} characters, at least {least} are needed")
     return options
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    options = options_of(given)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
     text, sizes = Text(options.characters), Sizes()
     setting = Setting(text, sizes, options.steps, options.seed, options.device, options.dtype)
     ours = FlashgenAttention(sizes.head_dim, setting.dtype, dropout=False)
@@ -273,7 +273,10 @@ def main(given: Sequence[str] | None = None) -> int:
         "Character transformer with the attention of torch and of flashgen\n"
         f"{setting.dtype} on {setting.device}, same weights and batches"
     )
-    losses = {f"{each.name} (held out: {each.held_out:.3f})": each.losses for each in trainings}
+    losses = {
+        f"{training.name} (held out: {training.held_out:.3f})": training.losses
+        for training in trainings
+    }
     plot(options.plot, title, losses, apart, LARGEST_DIFFERENCE)
 
     start = text.held_out[: sizes.context // 4].tolist()

@@ -27,8 +27,8 @@ class Sizes:
     """The sizes of a model and of its batches.
 
     Attributes:
-        context: characters that it sees at most.
-        batch: pieces of the text in one step.
+        context: the most characters that the model sees.
+        batch: the number of pieces of the text in one step.
     """
 
     context: int = 128
@@ -46,7 +46,7 @@ class Text:
     """A text as numbers: the first nine tenths are learned, the last tenth is held out.
 
     Attributes:
-        characters: each that occurs, in order; a character's number is its place.
+        characters: the characters that occur, in order; a character's number is its index.
         training, held_out: int64 [length].
     """
 
@@ -111,10 +111,10 @@ class CharTransformer(nn.Module):
     """Scores for the next character.
 
     Args:
-        characters: how many there are.
-        sizes: of the model.
-        attention: what all layers call.
-        dropout: given to the attention while training, 0 is given otherwise.
+        characters: the number of different characters.
+        sizes: the sizes of the model.
+        attention: the function that all layers call.
+        dropout: the dropout of attention while training; otherwise it is 0.
     """
 
     def __init__(
@@ -135,20 +135,20 @@ class CharTransformer(nn.Module):
                 adds = name.endswith(("from_heads.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=STD / (2 * sizes.layers) ** 0.5 if adds else STD)
 
-    def forward(self, numbers: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, numbers: Tensor, indices: Tensor | None = None) -> Tensor:
         """int64 [batch, seq], seq at most the context -> [batch, seq, characters].
 
         Args:
-            places: the position of each character, [seq]; from 0 on if None.
+            indices: the position of each character, [seq]; from 0 on if None.
         """
-        if places is None:
-            places = torch.arange(numbers.shape[1], device=numbers.device)
-        x = self.characters(numbers) + self.positions(places)
+        if indices is None:
+            indices = torch.arange(numbers.shape[1], device=numbers.device)
+        x = self.characters(numbers) + self.positions(indices)
         return self.to_scores(self.last_norm(self.blocks(x)))
 
-    def loss(self, numbers: Tensor, following: Tensor, places: Tensor | None = None) -> Tensor:
+    def loss(self, numbers: Tensor, following: Tensor, indices: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per character."""
-        scores = self(numbers, places).flatten(0, 1).float()
+        scores = self(numbers, indices).flatten(0, 1).float()
         return functional.cross_entropy(scores, following.flatten())
 
     @torch.no_grad()

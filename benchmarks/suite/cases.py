@@ -53,25 +53,25 @@ class Case:
     @property
     def id(self) -> str:
         heads = f"{self.heads_q}h{self.heads_kv}"
-        given = "".join(f"-{name}{value}" for name, value in self.scalars)
+        scalars = "".join(f"-{name}{value}" for name, value in self.scalars)
         length = f"{self.seq_q}x{self.seq_k}"
         dims = f"{self.head_dim}" + (f"v{self.dim_v}" if self.dim_v else "")
-        return f"{self.spec}-b{self.batch}-{heads}-{length}-d{dims}-{self.dtype}{given}"
+        return f"{self.spec}-b{self.batch}-{heads}-{length}-d{dims}-{self.dtype}{scalars}"
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """New tensors for what the spec captures, always with the same values; learned ones
+        """New captured tensors of the spec, always with the same values; learned ones
         require gradients."""
-        made = form_of(self.spec).tensors(self.batch, self.seq_k, self.heads_q)
-        moved = {name: tensor.to(device) for name, tensor in made.items()}
-        return {name: t.requires_grad_(t.is_floating_point()) for name, t in moved.items()}
+        tensors = form_of(self.spec).tensors(self.batch, self.seq_k, self.heads_q)
+        on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return {name: t.requires_grad_(t.is_floating_point()) for name, t in on_device.items()}
 
     def numbers(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The scalars as tensors, so that no library compiles them into a kernel."""
         return {name: torch.tensor(value, device=device) for name, value in self.scalars}
 
-    def mods_of(self, given: Mapping[str, Any]) -> Mods:
+    def mods_of(self, values: Mapping[str, Any]) -> Mods:
         """Mask and score in torch, of these scalars and captured tensors."""
-        return form_of(self.spec).mods(self.seq_q, self.seq_k, self.heads_q, given)
+        return form_of(self.spec).mods(self.seq_q, self.seq_k, self.heads_q, values)
 
     @property
     def mods(self) -> Mods:
@@ -105,8 +105,8 @@ def flops(pass_: str, live: int, head_dim: int, head_dim_v: int | None = None) -
 def make(group: str, spec: str, *sizes: int, **options: Any) -> Case:
     """A case with the scalars of the spec's form; sizes as in Case, batch to head_dim."""
     form: Form = form_of(spec)
-    given = form.scalars(sizes[4])
-    scalars = tuple(sorted((name, options.pop(name, value)) for name, value in given.items()))
+    defaults = form.scalars(sizes[4])
+    scalars = tuple(sorted((name, options.pop(name, value)) for name, value in defaults.items()))
     return Case(group, spec, *sizes, scalars=scalars, **options)
 
 

@@ -95,13 +95,13 @@ class Oracle:
             self._same = self._computed(case, inputs, inputs.q.dtype, backward)
 
     def _computed(self, case: Case, inputs: Inputs, dtype: torch.dtype, backward: bool) -> Tensors:
-        given = (
+        parts = (
             inputs.q.detach()[self.batch, self.heads],
             inputs.k.detach()[self.batch, self.group],
             inputs.v.detach()[self.batch, self.group],
             inputs.dout[self.batch, self.heads],
         )
-        q, k, v, dout = (tensor.to(dtype) for tensor in given)
+        q, k, v, dout = (tensor.to(dtype) for tensor in parts)
         return attend(case, q, k, v, dout, self.batch, self.heads.start, backward)
 
     def sliced(self, results: Tensors) -> Tensors:
@@ -127,7 +127,7 @@ class Oracle:
 
 
 def dropped_at_random(attend: Any, inputs: Inputs, p: float) -> Verdict:
-    """Whether a call drops elements of P, and scales what it keeps by 1 / (1 - p).
+    """Whether a call drops elements of P, and scales the other elements by 1 / (1 - p).
 
     With ones for v an output is the sum of a row of P, whose mean is 1 with or without dropout,
     and which differs from 1 with dropout alone.
@@ -164,8 +164,9 @@ def distance(
     """Whether two computations agree, by their relative distance.
 
     Args:
-        layers: how many computations follow each other; their errors add up as independent ones.
-        dtype: of the computations; by default, that of ``got``.
+        layers: the number of computations that follow each other; their errors add up as
+            independent ones.
+        dtype: the dtype of the computations; by default the dtype of ``got``.
     """
     limit = PEER_LIMIT[dtype or got.dtype] * math.sqrt(layers)
     scale = float(torch.linalg.vector_norm(other.float()))
@@ -177,7 +178,7 @@ def distance(
 
 
 def compare_peers(got: Tensors, trusted: Tensors) -> Verdict:
-    """Whole results against those of a peer that is right on the slice."""
+    """Compares whole results with the results of a peer that is right on the slice."""
     return worst_of(
         distance(name, tensor.detach(), trusted[name].detach(), dtype=got["out"].dtype)
         for name, tensor in got.items()
@@ -218,31 +219,33 @@ def attend(
 
     Args:
         q: [heads, seq_q, d]; k, v: [seq_k, d]; dout as q.
-        batch, first_head: what the mask and the score see as b and, for q[0], as h.
+        batch, first_head: the values of b and, for q[0], of h in the mask and the score.
     """
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
     out, dq = torch.empty_like(dout), torch.empty_like(q)
-    given = {name: tensor.detach() for name, tensor in case.tensors(q.device).items()}
+    captured = {name: tensor.detach() for name, tensor in case.tensors(q.device).items()}
     # Sums over parts: their rounding is not the dtype's own, which has one sum per element.
     wide = torch.promote_types(dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     rows = max(1, ELEMENTS_AT_ONCE // max(1, k.shape[0]))
-    mods = case.mods_of({**dict(case.scalars), **given})
-    place: dict[str, Any] = {"dtype": torch.int64, "device": q.device}
-    b = torch.tensor(batch, **place)
-    keys = torch.arange(k.shape[0], **place)[None, :]
+    mods = case.mods_of({**dict(case.scalars), **captured})
+    index_options: dict[str, Any] = {"dtype": torch.int64, "device": q.device}
+    b = torch.tensor(batch, **index_options)
+    keys = torch.arange(k.shape[0], **index_options)[None, :]
     for head in range(q.shape[0]):
-        h = torch.tensor(first_head + head, **place)
+        h = torch.tensor(first_head + head, **index_options)
         for first in range(0, q.shape[1], rows):
             part = slice(first, first + rows)
-            at = torch.arange(q.shape[1], **place)[part, None]
+            positions = torch.arange(q.shape[1], **index_options)[part, None]
             qs, do = q[head, part], dout[head, part]
             with torch.enable_grad():
                 raw = ((qs @ k.T) * scale).requires_grad_(mods.score is not None)
-                scored = raw if mods.score is None else mods.score(raw, b, h, at, keys).to(dtype)
-            kept = None if mods.mask is None else mods.mask(b, h, at, keys)
+                scored = (
+                    raw if mods.score is None else mods.score(raw, b, h, positions, keys).to(dtype)
+                )
+            keeps = None if mods.mask is None else mods.mask(b, h, positions, keys)
             seen = scored.detach()
-            seen = seen if kept is None else seen.masked_fill(~kept, -math.inf)
+            seen = seen if keeps is None else seen.masked_fill(~keeps, -math.inf)
             if mods.sink is not None:
                 column = mods.sink[h].to(dtype).expand(seen.shape[0], 1)
                 seen = torch.cat((seen, column), dim=-1)
@@ -256,7 +259,7 @@ def attend(
             ds = weights * (do @ v.T - inner)
             if mods.score is not None:
                 (ds,) = torch.autograd.grad(scored, raw, ds)
-                ds = ds if kept is None else ds.masked_fill(~kept, 0.0)
+                ds = ds if keeps is None else ds.masked_fill(~keeps, 0.0)
             dq[head, part] = (ds @ k) * scale
             dk += ((ds.T @ qs) * scale).to(wide)
     if not backward:

@@ -51,9 +51,9 @@ class Context:
             return None
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file, list(MEASURES))
-            found = [
+            values = [
                 float(row["value"])
                 for row in rows
                 if row["run"] == self.run and (row["subject"], row["metric"]) == (subject, metric)
             ]
-        return found[-1] if found else None
+        return values[-1] if values else None

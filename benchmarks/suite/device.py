@@ -69,7 +69,7 @@ class Device:
         return self.archs[-1]
 
     def synchronize(self) -> None:
-        """Waits until all queued work is done; raises what went wrong in it."""
+        """Waits until all queued work is done; raises its errors."""
 
     def record(self, run: Callable[[], object]) -> Span:
         """Queues ``run`` between two marks."""
@@ -112,12 +112,12 @@ class Gpu(Device):
         from flashgen.calls.launch.gpu import driver_version
 
         self.torch = torch.device("cuda", torch.cuda.current_device())
-        facts = torch.cuda.get_device_properties(self.torch)
-        self.name = facts.name
+        properties = torch.cuda.get_device_properties(self.torch)
+        self.name = properties.name
         self.driver = driver_version()
         self.archs = paths_of(launch.device_arch(self.torch.index))
-        self.l2_bytes = int(getattr(facts, "L2_cache_size", 64 << 20))
-        self.memory_bytes = int(facts.total_memory)
+        self.l2_bytes = int(getattr(properties, "L2_cache_size", 64 << 20))
+        self.memory_bytes = int(properties.total_memory)
 
     @property
     def arch(self) -> str:
@@ -200,12 +200,12 @@ def versions() -> str:
     """What the numbers were made with, for records."""
     from flashgen.version import __version__
 
-    found = [f"flashgen {__version__}", f"torch {torch.__version__}"]
+    texts = [f"flashgen {__version__}", f"torch {torch.__version__}"]
     if torch.backends.cudnn.is_available():
-        found.append(f"cudnn {torch.backends.cudnn.version()}")
+        texts.append(f"cudnn {torch.backends.cudnn.version()}")
     for package in ("triton", "cuda-bindings", "nvidia-cuda-nvrtc"):
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            texts.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    return "; ".join([*found, f"python {platform.python_version()}"])
+    return "; ".join([*texts, f"python {platform.python_version()}"])

@@ -33,7 +33,7 @@ def draw(results: Path, folder: Path, device: str = "gpu") -> list[Path]:
 
 
 def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str, str, str, Lines]]:
-    found: dict[str, tuple[str, str, str, str, Lines]] = {}
+    figures: dict[str, tuple[str, str, str, str, Lines]] = {}
     shapes = {(r["group"], r["spec"], r["head_dim"], r["pass"]) for r in speed}
     for group, spec, head_dim, pass_ in sorted(shapes):
         if group not in ("grid", "llama", "decode"):
@@ -44,7 +44,7 @@ def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str,
             if (r["group"], r["spec"], r["head_dim"], r["pass"]) == (group, spec, head_dim, pass_)
         ]
         decode = group == "decode"
-        found[f"{group}_{spec}_d{head_dim}_{pass_}"] = (
+        figures[f"{group}_{spec}_d{head_dim}_{pass_}"] = (
             f"{group}, {spec}, d {head_dim}, {pass_}",
             "keys" if decode else "tokens",
             "ms" if decode else "TFLOP/s",
@@ -52,7 +52,7 @@ def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str,
             _lines(rows, "contender", lambda r: r["seq_k"], "ms_p50" if decode else "tflops"),
         )
     windows = [r for r in speed if r["part"] == "sparsity"]
-    found["sparsity"] = (
+    figures["sparsity"] = (
         "windows of several densities, forward",
         "live share of S",
         "ms",
@@ -62,14 +62,14 @@ def _figures(speed: list[Row], measures: list[Row]) -> dict[str, tuple[str, str,
     memory = [r for r in measures if r["part"] == "memory"]
     for row in memory:
         row["line"] = f"{row['subject']}, {row['metric']}"
-    found["memory"] = (
+    figures["memory"] = (
         "peak memory beyond the inputs",
         "tokens",
         "bytes",
         "loglog",
         _lines(memory, "line", _length, "value"),
     )
-    return found
+    return figures
 
 
 def _length(row: Row) -> str:
@@ -77,12 +77,12 @@ def _length(row: Row) -> str:
 
 
 def _lines(rows: Iterable[Row], line: str, x: Callable[[Row], str], y: str) -> Lines:
-    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    points_by_line: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         point = float(x(row)), float(row[y])
         if min(point) > 0:  # the axes are logarithmic
-            found[row[line]].append(point)
-    return {name: sorted(points) for name, points in sorted(found.items())}
+            points_by_line[row[line]].append(point)
+    return {name: sorted(points) for name, points in sorted(points_by_line.items())}
 
 
 def _caption(rows: list[Row]) -> str:

@@ -45,18 +45,18 @@ def timed(contender: Contender, case: Case, device: Device) -> dict[str, float]:
     device.synchronize()
     start = time.perf_counter()
     prepared = contender.prepare(case, device)
-    found = {}
+    seconds = {}
     for turn in ("first", "second"):
         out = prepared.attend(*inputs.learnt)
         device.synchronize()
-        found[f"{turn}_forward"] = time.perf_counter() - start
+        seconds[f"{turn}_forward"] = time.perf_counter() - start
         start = time.perf_counter()
         if "backward" in prepared.passes:
             torch.autograd.grad(out, inputs.learnt, inputs.dout)
             device.synchronize()
-            found[f"{turn}_backward"] = time.perf_counter() - start
+            seconds[f"{turn}_backward"] = time.perf_counter() - start
         start = time.perf_counter()
-    return found
+    return seconds
 
 
 if __name__ == "__main__":

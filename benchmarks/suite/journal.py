@@ -26,15 +26,15 @@ class Journal:
 
     def _read(self) -> None:
         begin = 0  # of the entries of one process
-        found = entries(self.path)
-        for place, entry in enumerate(found):
+        lines = entries(self.path)
+        for number, entry in enumerate(lines):
             if entry["event"] == "end":
                 self._done.add(entry["step"])
             elif entry["event"] == "restart":
                 # The innermost step is the one that was running; those around it begin again.
-                for step in open_steps(found[begin:place])[-1:]:
+                for step in open_steps(lines[begin:number])[-1:]:
                     self._lost[step] = entry["reason"]
-                begin = place
+                begin = number
 
     def done(self, step: str) -> bool:
         """An earlier or this process has ended the step."""
@@ -52,8 +52,8 @@ class Journal:
         self.note("end", step=name)
         self._done.add(name)
 
-    def note(self, event: str, **facts: Any) -> None:
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
+    def note(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -70,20 +70,20 @@ class Journal:
 
 def entries(path: Path) -> list[dict[str, Any]]:
     """All lines of a journal; a last line that was cut short by a crash is left out."""
-    found = []
+    lines = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except json.JSONDecodeError:
                 continue
-    return found
+    return lines
 
 
-def open_steps(found: Sequence[dict[str, Any]]) -> list[str]:
+def open_steps(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Steps that have begun and not ended."""
     begun: dict[str, None] = {}
-    for entry in found:
+    for entry in lines:
         if entry["event"] == "begin":
             begun[entry["step"]] = None
         elif entry["event"] == "end":

@@ -103,9 +103,9 @@ class Launch:
         """The predicted duration with these constants of the time model."""
         plan = self.plan
         if not plan.streams:
-            own = constants_of(plan.kernel, plan.code_path, constants)
-            at = plan.model.costs(plan.quantities.copy() | own)
-            plan = replace(plan, cost=float(at["cost"]), quantities=Quantities(at))
+            kernel_constants = constants_of(plan.kernel, plan.code_path, constants)
+            quantities = plan.model.costs(plan.quantities.copy() | kernel_constants)
+            plan = replace(plan, cost=float(quantities["cost"]), quantities=Quantities(quantities))
         return duration_of(plan, self.walks, uneven=self.uneven).seconds
 
 
@@ -160,7 +160,7 @@ def points(results: Path = RESULTS) -> list[Point]:
         and row["contender"].removesuffix(DETERMINISTIC) in ARCHS
         and row["pass"] != "both"
         and recorded(case_of(row))
-        and not of_another_kernel(row)
+        and not has_other_kernels(row)
     ]
 
 
@@ -171,7 +171,7 @@ def recorded(case: Case) -> bool:
     return not spec.tensors and not spec.dropout
 
 
-def of_another_kernel(row: Row) -> bool:
+def has_other_kernels(row: Row) -> bool:
     """Whether the launches of a record are not those of `launches_of`: kernels that have been
     replaced by ones with other tiles, and calls that split their keys by themselves."""
     case, arch = case_of(row), ARCHS[row["contender"].removesuffix(DETERMINISTIC)]
@@ -184,14 +184,14 @@ def of_another_kernel(row: Row) -> bool:
 
 
 def comparisons(results: Path = RESULTS) -> list[list[Point]]:
-    """The forms of kernels whose plans the records name, those of one call together."""
-    found: dict[tuple[str, ...], list[Point]] = {}
+    """The forms of kernels whose plans the records name; the forms of one call are together."""
+    points_by_call: dict[tuple[str, ...], list[Point]] = {}
     for row in read(results / "measures.csv"):
-        named, of = FORM_PLANS.fullmatch(row["note"]), FORM.fullmatch(row["subject"])
-        if row["part"] != "forms" or named is None or of is None:
+        named, form = FORM_PLANS.fullmatch(row["note"]), FORM.fullmatch(row["subject"])
+        if row["part"] != "forms" or named is None or form is None:
             continue
         plans, columns = named.groups()
-        pass_, spec, *sizes = of.groups()
+        pass_, spec, *sizes = form.groups()
         case = make("forms", spec, *map(int, sizes))
         fixed = pass_ == "backward" and not plans.startswith("fused")
         launches = launches_of(
@@ -205,8 +205,8 @@ def comparisons(results: Path = RESULTS) -> list[list[Point]]:
         )
         measured = float(row["value"]) / 1e3
         point = Point(row["run"], case, pass_, PATH, fixed, row["gpu"], measured, launches)
-        found.setdefault((row["run"], row["commit"], row["subject"]), []).append(point)
-    return list(found.values())
+        points_by_call.setdefault((row["run"], row["commit"], row["subject"]), []).append(point)
+    return list(points_by_call.values())
 
 
 def point_of(row: Row) -> Point:
@@ -226,8 +226,8 @@ def point_of(row: Row) -> Point:
         row["run"] <= FORMER,
     )
     seconds = float(row["ms_p50"]) / 1e3
-    of = row["run"], case, row["pass"], row["path"], fixed, row["gpu"]
-    return Point(*of, seconds, launches)
+    fields = row["run"], case, row["pass"], row["path"], fixed, row["gpu"]
+    return Point(*fields, seconds, launches)
 
 
 def case_of(row: Row) -> Case:
@@ -261,12 +261,12 @@ def launches_of(
 
     Args:
         plans: the plans of the call's kernels in the words of the records; those of today without.
-        earlier: whether the kernels were those of the runs in `EARLIER`.
+        earlier: whether the kernels are of the runs in `EARLIER`.
         fma_columns: columns of a tile whose exponentials are on FMA units; None for today's number.
-        former: whether the kernels were those of the runs up to `FORMER`.
+        former: whether the kernels are of the runs up to `FORMER`.
     """
     spec, call = spec_of(case), call_of(case)
-    found = []
+    launches = []
     for plan in plans_of(spec, arch, pass_, call.sizes, deterministic, plans):
         if plan.kernel == "forward":
             heads = heads_of_call(spec, plan, call, {}).heads
@@ -284,8 +284,8 @@ def launches_of(
             plan = _with(plan, first_plan=0)
         if fma_columns is not None and not plan.streams:
             plan = _with(plan, fma_columns=fma_columns)
-        found.append(Launch(plan, tuple(walks), mask.growth != 0))
-    return tuple(found)
+        launches.append(Launch(plan, tuple(walks), mask.growth != 0))
+    return tuple(launches)
 
 
 def plans_of(
@@ -331,11 +331,11 @@ def _whole_tiles(plan: Plan, walk: Walk) -> Walk:
     mask_ops = max((kind.mask_ops for steps in walk.steps for kind in steps), default=0.0)
 
     def whole(steps: Steps) -> Steps:
-        found: Counter[StepKind] = Counter()
+        counts: Counter[StepKind] = Counter()
         for kind, count in steps.items():
             masked = kind.mask_ops > 0 or kind.rows < plan.block_q
-            found[StepKind(plan.block_q, mask_ops if masked else 0)] += count
-        return found
+            counts[StepKind(plan.block_q, mask_ops if masked else 0)] += count
+        return counts
 
     return walk._replace(steps=[whole(steps) for steps in walk.steps])
 
@@ -348,7 +348,7 @@ def table(results: Path = RESULTS) -> str:
         groups.setdefault((point.kind, pass_, point.path), []).append(point.error())
     head = "| mask | pass | path | launches | median | from | to |"
     lines = [head, f"|{' --- |' * 7}"]
-    for key, found in sorted(groups.items(), reverse=True):
-        shown = (f"{100 * f(found):+.0f} %" for f in (statistics.median, min, max))
-        lines.append(f"| {' | '.join((*key, str(len(found)), *shown))} |")
+    for key, errors in sorted(groups.items(), reverse=True):
+        shown = (f"{100 * f(errors):+.0f} %" for f in (statistics.median, min, max))
+        lines.append(f"| {' | '.join((*key, str(len(errors)), *shown))} |")
     return "\n".join(lines)

@@ -25,13 +25,13 @@ class Pair:
 def pairs(rows: Sequence[Row]) -> list[Pair]:
     """Every timed pair, that in which a peer is furthest ahead first."""
     timed = [row for row in rows if row["ms_p50"]]
-    found = [
+    timed_pairs = [
         Pair(ours, peer)
         for ours in timed
         for peer in timed
         if ours["backend"] == OURS != peer["backend"] and problem(ours) == problem(peer)
     ]
-    return sorted(found, key=lambda pair: pair.ratio)
+    return sorted(timed_pairs, key=lambda pair: pair.ratio)
 
 
 def problem(row: Row) -> str:
@@ -41,12 +41,12 @@ def problem(row: Row) -> str:
 
 def compared(rows: Sequence[Row]) -> list[str]:
     """Each pair, then flashgen's rows that have no peer."""
-    found = pairs(rows)
+    timed_pairs = pairs(rows)
     lines = [
         f"{_timed(pair.ours)}   {pair.ratio:.2f} x {_who(pair.peer)}: {_figures(pair.peer)}"
-        for pair in found
+        for pair in timed_pairs
     ]
-    with_peer = {problem(pair.ours) for pair in found}
+    with_peer = {problem(pair.ours) for pair in timed_pairs}
     alone = [
         row
         for row in rows
@@ -71,14 +71,14 @@ def not_timed(rows: Sequence[Row]) -> list[str]:
 
 
 def losses(rows: Sequence[Row]) -> list[str]:
-    """Six losses of each training, those of one problem below each other."""
+    """Six losses of each training; the trainings of one problem follow each other."""
     trained = [row for row in rows if row["losses"]]
     lines = []
     for name in dict.fromkeys(map(problem, trained)):
         for row in trained:
             if problem(row) == name:
                 curve = row["losses"].split()
-                some = [curve[place * (len(curve) - 1) // 5] for place in range(6)]
+                some = [curve[index * (len(curve) - 1) // 5] for index in range(6)]
                 bound = "   " + (row["note"] if row["allowed"] else "the reference")
                 shown = " ".join(f"{float(loss):8.4f}" for loss in some)
                 lines.append(f"{name:<44} {row['backend']:<18} {shown}{bound}")
@@ -87,8 +87,8 @@ def losses(rows: Sequence[Row]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The pairs as a table for a page; no line where nothing was timed."""
-    found = pairs(rows)
-    if not found:
+    timed_pairs = pairs(rows)
+    if not timed_pairs:
         return []
     head = (
         "| model | tokens per second | peak memory, GiB | peer | its tokens per second | its peak |"
@@ -99,7 +99,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         *(
             f"| {problem(pair.ours)} | {_cells(pair.ours)} | {_who(pair.peer)} "
             f"| {_cells(pair.peer)} | {pair.ratio:.2f} |"
-            for pair in found
+            for pair in timed_pairs
         ),
     ]
 

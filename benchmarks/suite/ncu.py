@@ -51,16 +51,16 @@ def pages(
     kernels: str,
     options: Sequence[str],
     program: Sequence[str],
-    wanted: Sequence[str] = ("raw",),
+    page_names: Sequence[str] = ("raw",),
 ) -> dict[str, str]:
     """The text of pages of the report on a program's kernels; {} where there is none, as is noted.
 
     Args:
-        name: of its files in the folder of logs.
+        name: the name of its files in the folder of logs.
         kernels: a regular expression for names of kernels.
-        options: what ncu measures.
+        options: options of ncu that select the measurements.
         program: the command.
-        wanted: pages of ncu, such as "raw" and "source".
+        page_names: pages of ncu, such as "raw" and "source".
     """
     report, budget = context.work / f"{name}.ncu-rep", context.budget.at_most(SECONDS)
     log = context.work / f"ncu-{name}.log"
@@ -82,15 +82,15 @@ def pages(
         tail = log.read_text(encoding="utf-8", errors="replace")[-300:]
         context.journal.skipped(f"counters of {name}: ncu: {ended.reason}: {tail}")
         return {}
-    found = {}
-    for page in wanted:
+    texts = {}
+    for page in page_names:
         file = context.work / f"{name}-{page}.csv"
         file.unlink(missing_ok=True)
         command = ["ncu", "-i", str(report), "--page", page, "--csv"]
         command += ["--print-units", "base"] if page == "raw" else []
         watch(command, log=file, budget=context.budget.at_most(SECONDS), environment=environment())
-        found[page] = file.read_text(encoding="utf-8", errors="replace")
-    return found
+        texts[page] = file.read_text(encoding="utf-8", errors="replace")
+    return texts
 
 
 def raw(text: str) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ def raw(text: str) -> list[dict[str, Any]]:
     if start is None:
         return []
     table = list(csv.reader(io.StringIO("\n".join(lines[start:]))))
-    names, units, found = table[0], table[1], []
+    names, units, rows = table[0], table[1], []
     for cells in table[2:]:
         if len(cells) != len(names):
             continue
@@ -111,8 +111,8 @@ def raw(text: str) -> list[dict[str, Any]]:
         for name, unit, cell in zip(names, units, cells, strict=True):
             if WANTED.fullmatch(name) and (value := number(cell)) is not None:
                 row[name] = (value, unit)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def number(cell: str) -> float | None:
@@ -132,8 +132,8 @@ class Sampled:
     Attributes:
         text: as it is disassembled.
         samples: how often a warp was found at it.
-        executed: by how many warps it was run.
-        stalls: the samples by what the warp waited for, without the zeros.
+        executed: the number of warps that ran it.
+        stalls: the samples by the reason of the wait, without zeros.
     """
 
     text: str
@@ -158,17 +158,17 @@ def source(text: str) -> list[tuple[str, list[Sampled]]]:
 
     Before each table stands a line with the kernel's name, then one with the names of columns.
     """
-    found: list[tuple[str, list[Sampled]]] = []
+    kernels: list[tuple[str, list[Sampled]]] = []
     kernel, names = "", None
     for cells in csv.reader(io.StringIO(text)):
         if cells[:1] == ["Kernel Name"]:
             kernel, names = cells[1].split("(")[0], None
         elif "Source" in cells and any("Address" in cell for cell in cells):
             names = cells
-            found.append((kernel, []))
+            kernels.append((kernel, []))
         elif names is not None and len(cells) == len(names):
-            found[-1][1].append(_instruction(names, cells))
-    return found
+            kernels[-1][1].append(_instruction(names, cells))
+    return kernels
 
 
 def _instruction(names: list[str], cells: list[str]) -> Sampled:

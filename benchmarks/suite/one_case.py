@@ -58,8 +58,8 @@ def run_case(
     """Checks, times and records ``case``, unless the journal says that this was done.
 
     Args:
-        seconds: of timing, for all passes together.
-        note: for the rows that have no other.
+        seconds: the time for the timing of all passes together.
+        note: the note of rows that have no other.
 
     Raises:
         Unusable: the device is gone; a new process goes on behind what was being done.
@@ -263,23 +263,25 @@ def _timed(
 def call_of(prepared: Prepared, inputs: list[Inputs], pass_: str) -> Call:
     """A function of the number of a set of inputs that runs one pass on it."""
     attend = prepared.attend
-    given = inputs[:1] if prepared.materialises else inputs
+    input_sets = inputs[:1] if prepared.materialises else inputs
     if pass_ == "forward":
-        return lambda index: attend(*given[index % len(given)].learnt)
+        return lambda index: attend(*input_sets[index % len(input_sets)].learnt)
     if pass_ == "both":
 
         def both(index: int) -> Any:
-            at = given[index % len(given)]
-            return torch.autograd.grad(attend(*at.learnt), differentiated(prepared, at), at.dout)
+            operands = input_sets[index % len(input_sets)]
+            return torch.autograd.grad(
+                attend(*operands.learnt), differentiated(prepared, operands), operands.dout
+            )
 
         return both
-    outs = [attend(*at.learnt) for at in given]
+    outs = [attend(*operands.learnt) for operands in input_sets]
 
     def backward(index: int) -> Any:
-        place = index % len(given)
-        at = given[place]
-        learnt = differentiated(prepared, at)
-        return torch.autograd.grad(outs[place], learnt, at.dout, retain_graph=True)
+        number = index % len(input_sets)
+        operands = input_sets[number]
+        learnt = differentiated(prepared, operands)
+        return torch.autograd.grad(outs[number], learnt, operands.dout, retain_graph=True)
 
     return backward
 

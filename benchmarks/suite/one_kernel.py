@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def ran(options: argparse.Namespace, spec_name: str, head_dim: int) -> list[dict[str, Any]]:
-    """What each kernel of the family is called and, in the emulator, what it counted."""
+    """The name of each kernel of the family and, in the emulator, its counters."""
     device = open_device(options.device)
     heads, seq = options.heads, options.seq
     case = make(
@@ -71,24 +71,24 @@ def ran(options: argparse.Namespace, spec_name: str, head_dim: int) -> list[dict
     q, k, v = inputs.learnt
     if options.family == "unaligned":
         q, k, v = (off_by_one(tensor) for tensor in (q, k, v))
-    given: dict[str, Any] = dict(case.scalars)
+    scalars: dict[str, Any] = dict(case.scalars)
     if options.dropout:
-        given["dropout_p"] = options.dropout
-        given["rng"] = torch.tensor([7, 0], device=device.torch)
+        scalars["dropout_p"] = options.dropout
+        scalars["rng"] = torch.tensor([7, 0], device=device.torch)
     out = op(
         q, k, v, backend=device.backend, arch=device.arch,
-        deterministic=options.family == "split", **given,
+        deterministic=options.family == "split", **scalars,
     )  # fmt: skip
     reports = [op.report]
     if backward:
         torch.autograd.grad(out, (q, k, v), inputs.dout)
         reports += op.backward_reports
     device.synchronize()
-    made = [report for report in reports if report is not None and report.kernel is not None]
+    launched = [report for report in reports if report is not None and report.kernel is not None]
     if options.keep is not None:
-        for report in made:
+        for report in launched:
             keep(report.kernel, options.keep)
-    return [{"kernel": r.kernel.source.name, **counted(r.counters)} for r in made]
+    return [{"kernel": r.kernel.source.name, **counted(r.counters)} for r in launched]
 
 
 def keep(build: Build, folder: Path) -> None:
@@ -105,8 +105,8 @@ def counted(counters: Any) -> dict[str, int]:
         return {}
     names = ("warp_instructions", "global_read_sectors", "global_write_sectors")
     more = ("global_read_bytes", "global_write_bytes", "shared_read_bytes", "shared_write_bytes")
-    found = {name: int(getattr(counters, name)) for name in names + more}
-    return found | {"mma": int(counters.classes["mma"])}
+    counts = {name: int(getattr(counters, name)) for name in names + more}
+    return counts | {"mma": int(counters.classes["mma"])}
 
 
 def off_by_one(tensor: torch.Tensor) -> torch.Tensor:

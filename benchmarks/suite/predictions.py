@@ -13,8 +13,8 @@ from benchmarks.suite.cases import flops
 from benchmarks.suite.model_errors import (
     ARCHS,
     case_of,
+    has_other_kernels,
     launches_of,
-    of_another_kernel,
     point_of,
     recorded,
 )
@@ -28,7 +28,7 @@ CONTENDER = "flashgen sm_90a"
 def table(results: Path = RESULTS) -> str:
     """One row per case, pass and GPU, the slowest one beside its peer first."""
     arch = ARCHS[CONTENDER]
-    found = []
+    rows = []
     for row in read(results / "speed.csv"):
         timed = row["part"] == "suite" and row["status"] == "ok" and row["ratio"]
         if not timed or row["contender"] != CONTENDER or row["pass"] == "both":
@@ -43,11 +43,11 @@ def table(results: Path = RESULTS) -> str:
         speed = flops(row["pass"], case.batch * case.heads_q, case.head_dim)
         speed *= case.seq_q * case.seq_k * float(row["live"]) / milliseconds / 1e9
         error = "other kernel"
-        if not of_another_kernel(row):
+        if not has_other_kernels(row):
             error = f"{100 * point_of(row).error():+.0f} %"
         shape = f"{case.batch} x {case.heads_q}/{case.heads_kv} x {case.seq_q}"
         shape += "" if case.seq_q == case.seq_k else f" to {case.seq_k}"
-        found.append(
+        rows.append(
             (
                 ratio * measured / milliseconds,
                 f"| {case.spec}, {shape}, d {case.head_dim} | {row['pass']} | "
@@ -65,6 +65,6 @@ def table(results: Path = RESULTS) -> str:
             "| case | pass | GPU of the peer | predicted ms | TFLOP/s | fastest peer, ms | "
             "predicted ratio | ratio of the record | error on the record |",
             f"|{' --- |' * 9}",
-            *(line for _, line in sorted(found)),
+            *(line for _, line in sorted(rows)),
         ]
     )

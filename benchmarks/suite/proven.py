@@ -20,14 +20,14 @@ WRONG = ("failed", "lost")
 def text(results: Path) -> str:
     """The contents of the file for the records of a folder: an entry for the newest run of each."""
     rows = [row for row in read(results / "measures.csv") if row["device"] == "gpu"]
-    found: dict[tuple[str, str, str], str] = {}
+    newest_runs: dict[tuple[str, str, str], str] = {}
     for run in sorted({row["run"] for row in rows}):
         for row in proven_by([row for row in rows if row["run"] == run]):
             templates = row["setting"].removeprefix("templates=")
-            found[row["gpu"], row["subject"], templates] = run
+            newest_runs[row["gpu"], row["subject"], templates] = run
     entries = [
         {"gpu": gpu, "arch": arch, "templates": templates, "run": run}
-        for (gpu, arch, templates), run in sorted(found.items())
+        for (gpu, arch, templates), run in sorted(newest_runs.items())
     ]
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     return '{"proven": [' + (f"\n{lines}\n" if lines else "") + "]}\n"

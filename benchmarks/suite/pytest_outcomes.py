@@ -55,9 +55,9 @@ class Outcomes:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        known = {entry.get("step") for entry in entries(self._path) if entry["event"] == "begin"}
-        gone = [item for item in items if item.nodeid in known]
-        items[:] = [item for item in items if item.nodeid not in known]
+        begun = {entry.get("step") for entry in entries(self._path) if entry["event"] == "begin"}
+        gone = [item for item in items if item.nodeid in begun]
+        items[:] = [item for item in items if item.nodeid not in begun]
         config.hook.pytest_deselected(items=gone)
         self._journal.note("collected", tests=[item.nodeid for item in items])
 
@@ -91,11 +91,11 @@ class Outcomes:
 
 def _reason(report: pytest.TestReport) -> str:
     """Why a test failed or was skipped, in one line."""
-    found: Any = report.longrepr
-    if isinstance(found, tuple):
-        return str(found[2])
-    crash = getattr(found, "reprcrash", None)
-    text = crash.message if crash is not None else str(found or "")
+    details: Any = report.longrepr
+    if isinstance(details, tuple):
+        return str(details[2])
+    crash = getattr(details, "reprcrash", None)
+    text = crash.message if crash is not None else str(details or "")
     return text.strip().splitlines()[0][:300] if text.strip() else ""
 
 

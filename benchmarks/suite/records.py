@@ -154,7 +154,7 @@ class Writer:
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Adds rows behind those that are there, in one write; makes the file when there is none.
+    """Adds rows at the end of the file, in one write; makes the file when there is none.
 
     A column that a row leaves out is empty.
 
@@ -197,13 +197,13 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def check_header(path: Path) -> None:
     with path.open(encoding="utf-8", newline="") as file:
-        found = next(csv.reader(file), [])
+        columns = next(csv.reader(file), [])
     expected = list(FILES[path.name])
-    if found != expected:
+    if columns != expected:
         raise SchemaError(
             f"{path.name} has other columns than the schema; it stays as it is. "
-            f"Missing: {', '.join(c for c in expected if c not in found) or 'none'}; "
-            f"unknown: {', '.join(c for c in found if c not in expected) or 'none'}"
+            f"Missing: {', '.join(c for c in expected if c not in columns) or 'none'}; "
+            f"unknown: {', '.join(c for c in columns if c not in expected) or 'none'}"
         )
 
 
@@ -211,8 +211,8 @@ def merge(source: Path, target: Path) -> int:
     """Appends the runs of one folder to another that does not have them yet; how many rows."""
     added = 0
     for name in FILES:
-        known = {row["run"] for row in read(target / name)}
-        fresh = [row for row in read(source / name) if row["run"] not in known]
+        known_runs = {row["run"] for row in read(target / name)}
+        fresh = [row for row in read(source / name) if row["run"] not in known_runs]
         if dry := [row for row in fresh if row["device"] != "gpu"]:
             raise SchemaError(f"{len(dry)} rows of {name} are of a dry run")
         if fresh:

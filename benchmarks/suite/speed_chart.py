@@ -70,7 +70,7 @@ class Group:
         return next(row for passes in self.rows.values() for row in passes.values())
 
     def sorted(self) -> list[tuple[str, dict[str, Row]]]:
-        """The cases, those first in which flashgen's forward pass is furthest ahead."""
+        """The cases; the case in which flashgen's forward pass is furthest ahead comes first."""
         return sorted(
             self.rows.items(), key=lambda e: -float(e[1][min(e[1], key=PASSES.index)]["ratio"])
         )
@@ -187,8 +187,8 @@ def bars(parts: list[str], group: Group, scale: Scale, y: int, layout: Layout) -
         for x, which in zip(left, PASSES, strict=True):
             for tick in scale.ticks:  # not one line through all rows, which have names between
                 style = "axis" if tick == 1 else "grid"
-                at = f"M{x + scale(tick):.1f} {base - 13}v{LINE}"
-                parts.append(f'<path class="{style}" d="{at}"/>')
+                path = f"M{x + scale(tick):.1f} {base - 13}v{LINE}"
+                parts.append(f'<path class="{style}" d="{path}"/>')
             if row := passes.get(which):
                 parts += bar(row, scale, x, base)
     return bottom + LINE

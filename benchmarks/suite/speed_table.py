@@ -26,37 +26,38 @@ class MarkerError(Exception):
 
 
 def block(results: Path = RESULTS) -> str:
-    """What stands between the markers."""
+    """The text between the markers."""
     speed = newest_of_cases(read(results / "speed.csv"))
     every = [row for row in speed if row["part"] == "suite"]
     rows = [row for row in every if is_ours(row)]
-    taken = without_options(rows)
-    if not taken:
+    without_option = without_options(rows)
+    if not without_option:
         return NONE
-    first = taken[0]
-    runs = {row["date"][:10]: row["commit"] for row in reversed(taken)}
-    at = ", ".join(f"{date} at commit {name}" for date, name in runs.items())
-    of = {row["contender"]: row["library"] for row in every}
-    fastest = sorted({row["peer"] for row in taken} - {""})
+    first = without_option[0]
+    runs = {row["date"][:10]: row["commit"] for row in reversed(without_option)}
+    dates = ", ".join(f"{date} at commit {name}" for date, name in runs.items())
+    libraries = {row["contender"]: row["library"] for row in every}
+    fastest = sorted({row["peer"] for row in without_option} - {""})
     wrong = sum(row["status"] not in ("ok", "unsupported") for row in rows)
-    slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in taken)
+    slower = sum(bool(row["ratio"]) and float(row["ratio"]) < 1 for row in without_option)
     measured = (
-        f"Measured on one {first['gpu']} (driver {first['driver']}), each case last on {at}, in "
+        f"Measured on one {first['gpu']} (driver {first['driver']}), each case last on {dates}, in "
         f"{USUAL} unless a row says otherwise, by calls without options, beside its peers on the "
         "same inputs; all of it is in `benchmarks/results/`. "
-        f"Of {len(taken)} cases a peer is faster in {slower}; {wrong} were wrong or failed."
+        f"Of {len(without_option)} cases a peer is faster in {slower}; {wrong} were wrong or "
+        "failed."
     )
     lines = [
         *textwrap.wrap(measured, 120),
         "",
         "The peers that were the fastest somewhere, and their packages:",
         "",
-        *[f"- {name}: {of.get(name, '')}" for name in fastest],
+        *[f"- {name}: {libraries.get(name, '')}" for name in fastest],
         "",
         "| mask, batch x heads, queries x keys, head dim | pass | TFLOP/s | of matmul "
         "| fastest peer | times as fast | on |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *[table_row(row) for row in taken[:MOST_ROWS]],
+        *[table_row(row) for row in without_option[:MOST_ROWS]],
     ]
     if models := model_lines.table(latest(read(results / "models.csv"))):
         lines += ["", "Whole models with random weights, trained and decoding:", "", *models]

@@ -25,10 +25,10 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     """
     if not ordered:
         raise ValueError("an empty sample has no quantiles")
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def timing_of(milliseconds: Sequence[float]) -> Timing:

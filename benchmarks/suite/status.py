@@ -22,12 +22,12 @@ NONE = "No GPU has run the kernels."
 
 
 def block(results: Path = RESULTS, templates: str | None = None) -> str:
-    """What stands between the markers.
+    """The text between the markers.
 
     Args:
         results: the folder of the records.
-        templates: the digest of the templates that kernels are made from; those of this checkout
-            by default.
+        templates: the digest of the templates that kernels are made from; the digest of
+            this checkout by default.
     """
     rows = [row for row in read(results / "measures.csv") if row["device"] == "gpu"]
     days = {row["gpu"]: row["date"][:10] for row in sorted(rows, key=lambda row: row["date"])}
@@ -38,11 +38,13 @@ def block(results: Path = RESULTS, templates: str | None = None) -> str:
     paths = [f"{e['arch']} on {e['gpu']}" for e in entries if e["templates"] == now]
     ran = " and on ".join(f"one {gpu} ({day})" for gpu, day in sorted(days.items()))
     if paths:
-        what = f"With the templates as they are now, the records prove {', '.join(paths)}."
+        sentence = f"With the templates as they are now, the records prove {', '.join(paths)}."
     else:
-        what = "The templates have changed since, so that the records prove no present code path."
+        sentence = (
+            "The templates have changed since, so that the records prove no present code path."
+        )
     text = (
-        f"Kernels ran on {ran}, and on no other GPU. {what} A GPU takes a code path that is not "
-        "proven there after a trial in a child process."
+        f"Kernels ran on {ran}, and on no other GPU. {sentence} A GPU takes a code path that is "
+        "not proven there after a trial in a child process."
     )
     return "\n".join(textwrap.wrap(text, 120))

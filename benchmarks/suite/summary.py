@@ -12,17 +12,17 @@ from benchmarks.suite.supervisor import Outcome
 Row = dict[str, str]
 
 
-def of_run(rows: Iterable[Row], run: str) -> list[Row]:
+def rows_of_run(rows: Iterable[Row], run: str) -> list[Row]:
     return [row for row in rows if row["run"] == run]
 
 
 def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
     """The whole summary of a run whose records are in ``folder``."""
-    speed = of_run(read(folder / "speed.csv"), run)
-    measures = of_run(read(folder / "measures.csv"), run)
-    models = of_run(read(folder / "models.csv"), run)
+    speed = rows_of_run(read(folder / "speed.csv"), run)
+    measures = rows_of_run(read(folder / "measures.csv"), run)
+    models = rows_of_run(read(folder / "models.csv"), run)
     lines = [f"run {run}", *_heading(speed or models or measures), ""]
-    failed = [what for outcome in outcomes for what in outcome.failed]
+    failed = [failure for outcome in outcomes for failure in outcome.failed]
     lines += _section("failed", failed, "nothing failed")
     ours = without_options(speed)
     rest = [row for row in speed if is_ours(row) and row not in ours]
@@ -43,7 +43,7 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
         lines += _section("whole models without times", model_lines.not_timed(models), "none")
     lines += _section("other measurements", list(map(measure_line, measures)), "none")
     lines += _section("parts", [part_line(outcome) for outcome in outcomes], "none")
-    left = [f"{o.name}: {what}" for o in outcomes for what in o.skipped]
+    left = [f"{o.name}: {failure}" for o in outcomes for failure in o.skipped]
     left += [f"{o.name}: all of it: {o.note}" for o in outcomes if o.state == "skipped"]
     lines += _section("left out", left, "nothing was left out")
     return "\n".join(lines)
@@ -51,19 +51,19 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
 
 def digest(run: str, outcomes: Sequence[Outcome], folder: Path, most: int = 15) -> str:
     """The same on one screen, for the end of a long output."""
-    all_rows = of_run(read(folder / "speed.csv"), run)
+    all_rows = rows_of_run(read(folder / "speed.csv"), run)
     speed = without_options(all_rows)
-    failed = [what for outcome in outcomes for what in outcome.failed]
+    failed = [failure for outcome in outcomes for failure in outcome.failed]
     main = [speed_line(row) for row in speed][:most]
     behind = slower(speed)
     lines = ["", "== furthest behind a peer", *(behind[:most] or ["(none)"])]
-    models = of_run(read(folder / "models.csv"), run)
+    models = rows_of_run(read(folder / "models.csv"), run)
     if models:
         lines += ["== whole models", *(model_lines.compared(models)[:most] or ["(none timed)"])]
     lines += ["== main cases, flashgen", *(main or ["(none timed)"])]
     lines += ["== peers", *packages([row for row in all_rows if not is_ours(row)])]
     lines += ["== parts", *map(part_line, outcomes)]
-    lines += ["== failed", *(what[:200] for what in failed[:most] or ["(nothing failed)"])]
+    lines += ["== failed", *(failure[:200] for failure in failed[:most] or ["(nothing failed)"])]
     left = sum(len(outcome.skipped) for outcome in outcomes)
     wrong = sum(row["status"] == "wrong" for row in all_rows if is_ours(row))
     ahead = len(speed) - len(behind)
@@ -103,10 +103,10 @@ def problem(row: Row) -> str:
         if row["heads_q"] == row["heads_kv"]
         else f"{row['heads_q']}/{row['heads_kv']}"
     )
-    given = f" {row['scalars']}" if row["scalars"] else ""
+    scalars = f" {row['scalars']}" if row["scalars"] else ""
     second = f"/{row['head_dim_v']}" if row["head_dim_v"] != row["head_dim"] else ""
     return (
-        f"{row['spec']}{given} B{row['batch']} H{heads} {row['seq_q']}x{row['seq_k']} "
+        f"{row['spec']}{scalars} B{row['batch']} H{heads} {row['seq_q']}x{row['seq_k']} "
         f"d{row['head_dim']}{second} {row['dtype']} {row['pass']}"
     )
 
@@ -125,23 +125,23 @@ def _timed(rows: list[Row]) -> list[Row]:
 
 
 def without_options(rows: list[Row]) -> list[Row]:
-    """What a call without options takes: the first code path, whose records come first."""
-    found: dict[str, Row] = {}
+    """The rows of the code path that calls without options take; its records come first."""
+    first_rows: dict[str, Row] = {}
     for row in _timed(rows):
         if is_ours(row) and len(row["contender"].split()) == 2:
-            found.setdefault(problem(row), row)
-    return list(found.values())
+            first_rows.setdefault(problem(row), row)
+    return list(first_rows.values())
 
 
 def slower(rows: list[Row]) -> list[str]:
     """Rows of flashgen that a peer is faster in, the worst first."""
-    found = [row for row in _timed(rows) if row["ratio"] and float(row["ratio"]) < 1]
-    return [speed_line(row) for row in sorted(found, key=lambda row: float(row["ratio"]))]
+    slower_rows = [row for row in _timed(rows) if row["ratio"] and float(row["ratio"]) < 1]
+    return [speed_line(row) for row in sorted(slower_rows, key=lambda row: float(row["ratio"]))]
 
 
 def faster(rows: list[Row]) -> list[str]:
-    found = [row for row in _timed(rows) if not row["ratio"] or float(row["ratio"]) >= 1]
-    return [speed_line(row) for row in found]
+    faster_rows = [row for row in _timed(rows) if not row["ratio"] or float(row["ratio"]) >= 1]
+    return [speed_line(row) for row in faster_rows]
 
 
 def others(rows: list[Row]) -> list[str]:
@@ -150,8 +150,8 @@ def others(rows: list[Row]) -> list[str]:
 
 def packages(rows: list[Row]) -> list[str]:
     """The packages of each contender that was timed, with their versions."""
-    found = {row["contender"]: row["library"] for row in _timed(rows)}
-    return [f"{contender:<32} {library}" for contender, library in found.items()]
+    library_by_contender = {row["contender"]: row["library"] for row in _timed(rows)}
+    return [f"{contender:<32} {library}" for contender, library in library_by_contender.items()]
 
 
 def refused(rows: list[Row]) -> list[str]:

@@ -59,7 +59,7 @@ class Share:
     """The share of the time that a part gets.
 
     Attributes:
-        weight: of the remaining time, relative to the parts that are still to come.
+        weight: the share of the remaining time, relative to the parts that are still to come.
         least: seconds below which the part is not started.
     """
 
@@ -88,7 +88,7 @@ class Ended:
 
     Attributes:
         code: exit code; negative for a signal.
-        reason: in words; empty for exit code 0.
+        reason: the reason in words; empty for exit code 0.
         out_of_time: it was stopped at its deadline.
     """
 
@@ -180,11 +180,11 @@ class Part:
     """One part of a run.
 
     Attributes:
-        share: of the time; weights are about the seconds of a run of nine minutes.
-        module: in `benchmarks.suite.parts`; its ``run(context)``, or the function named behind a
-            colon, is called in a child process.
+        share: the share of the time; weights are about the seconds of a run of nine minutes.
+        module: a module in `benchmarks.suite.parts`; its ``run(context)``, or the function named
+            behind a colon, is called in a child process.
         stall: seconds without a line in the journal after which that process counts as hung.
-        what: the part in words.
+        description: the part in words.
         times: the part measures time, so nothing may run beside it.
         needs: parts whose results it uses.
     """
@@ -192,7 +192,7 @@ class Part:
     share: Share
     module: str
     stall: float
-    what: str
+    description: str
     times: bool = True
     needs: tuple[str, ...] = ()
 
@@ -251,8 +251,8 @@ class Outcome:
         words = f"{self.name:<12} {self.state}"
         if self.state != "skipped":
             words += f", {self.seconds:.0f} s of {self.allowed:.0f}"
-        for count, what in ((len(self.failed), "failures"), (len(self.skipped), "left out")):
-            words += f", {count} {what}" if count else ""
+        for count, kind in ((len(self.failed), "failures"), (len(self.skipped), "left out")):
+            words += f", {count} {kind}" if count else ""
         return words + (f": {self.note}" if self.note else "")
 
 
@@ -298,14 +298,14 @@ def run_part(
         )
         if ended.code in (0, 1) or ended.out_of_time:
             break
-        found = entries(journal)
-        if len(found) == steps or not any(e["event"] == "begin" for e in found[steps:]):
+        lines = entries(journal)
+        if len(lines) == steps or not any(e["event"] == "begin" for e in lines[steps:]):
             break  # it was lost before its first step: the next process would be too
         reason = "its device failed" if ended.code == RESTART else ended.reason
         Journal(journal).note("restart", reason=reason)
         if time.time() > deadline:
             break
-    found = entries(journal)
+    lines = entries(journal)
     outcome = Outcome(
         part.name,
         "done" if ended.code == 0 else "stopped" if ended.out_of_time else "failed",
@@ -313,11 +313,11 @@ def run_part(
         seconds,
         ended.reason,
         count,
-        [entry["what"] for entry in found[earlier:] if entry["event"] == "skipped"],
-        [entry["what"] for entry in found if entry["event"] == "failed"],
+        [entry["what"] for entry in lines[earlier:] if entry["event"] == "skipped"],
+        [entry["what"] for entry in lines if entry["event"] == "failed"],
     )
     if outcome.state == "stopped":
-        outcome.skipped += [f"stopped in {step}" for step in open_steps(found)[-1:]]
+        outcome.skipped += [f"stopped in {step}" for step in open_steps(lines)[-1:]]
     if outcome.state == "failed" and not outcome.failed:
         outcome.failed = [f"{part.name}: {ended.reason}: {tail(log)}"]
     return outcome
@@ -362,11 +362,11 @@ def run_all(
         return outcome
 
     with background:
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             if group[0].times:
                 background.close()
             share = _share_of(group)
-            later = [_share_of(other) for other in groups[place + 1 :]]
+            later = [_share_of(other) for other in groups[index + 1 :]]
             seconds = allowed(share, later, whole.left)
             if seconds > 0:
                 with ThreadPoolExecutor(len(group)) as pool:

@@ -86,7 +86,7 @@ def shortened(case: Case) -> Case:
 
 
 def compile_peer(contender: Contender, case: Case, kind: str) -> None:
-    """Runs a peer once, whose compiler keeps on disk what it makes."""
+    """Runs a peer once, whose compiler keeps its kernels on disk."""
     try:
         device = open_device(kind)
         prepared = contender.prepare(case, device)

@@ -42,7 +42,7 @@ class Model:
         batch: sequences of a training step.
         positions: tokens of a sequence, in training and at the end of decoding.
         dropout: the name of the option that is the dropout of attention weights.
-        needs: what its attention has beyond masks and grouped heads.
+        needs: the features of its attention beyond masks and grouped heads.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, and what is done with it.
+    """A model and its mode: training or decoding.
 
     Attributes:
         mode: `TRAIN` or `DECODE`.
         count: training steps, or decoded tokens of each sequence.
-        warm_up: those of them that are not timed.
+        warm_up: the first steps or tokens, which are not timed.
     """
 
     model: Model
@@ -171,7 +171,7 @@ def build(problem: Problem, implementation: str, device: Device) -> Any:
 def tokens_of(problem: Problem, batches: int, device: Device) -> Tensor:
     """Random tokens [batches, batch, positions], the same ones for every backend.
 
-    All of a training at once: to copy those of a step would make the host wait for the GPU.
+    All of a training at once: a copy for each step would make the host wait for the GPU.
     """
     generator = torch.Generator().manual_seed(1)
     most = problem.model.options["vocab_size"] // DISTINCT
@@ -183,9 +183,9 @@ def tokens_of(problem: Problem, batches: int, device: Device) -> Tensor:
 class Result:
     """
     Attributes:
-        ms: of each step that is timed.
-        peak_bytes: of weights, optimizer and activations.
-        losses: of each training step, in nats per token.
+        ms: the milliseconds of each step that is timed.
+        peak_bytes: the most bytes of weights, optimizer and activations.
+        losses: the loss of each training step, in nats per token.
         spreads: the standard deviations of the losses of the tokens of each step.
         tensor: the gradients of all parameters of attention layers in the first step as one
             vector; after decoding, the logits of the `CHECKED` last tokens of the last sequence.
@@ -278,22 +278,22 @@ def _timed(
 
 
 def _attention_gradient(model: Any) -> Tensor:
-    found = []
+    gradients = []
     for name, parameter in model.named_parameters():
         if "attn" in name:
             if parameter.grad is None:
                 raise NotImplementedError(f"it gives {name} no gradient")
-            found.append(parameter.grad.flatten())
-    return torch.cat(found)
+            gradients.append(parameter.grad.flatten())
+    return torch.cat(gradients)
 
 
 def _depends_on_seed(losses_of: Callable[[Tensor], Tensor], ids: Tensor) -> bool:
-    found = []
+    losses = []
     with torch.no_grad():
         for seed in range(2):
             torch.manual_seed(seed)
-            found.append(losses_of(ids))
-    return not torch.equal(*found)
+            losses.append(losses_of(ids))
+    return not torch.equal(*losses)
 
 
 @torch.no_grad()
@@ -312,13 +312,13 @@ def _decode(problem: Problem, implementation: str, device: Device, budget: Budge
     cache = DynamicCache(config=model.config)
     # It was called past_key_values.
     takes = inspect.signature(type(model).forward).parameters
-    given = {"cache" if "cache" in takes else "past_key_values": cache}
+    cache_option = {"cache" if "cache" in takes else "past_key_values": cache}
     prompt = problem.model.positions - problem.count
     last: deque[Tensor] = deque(maxlen=CHECKED)
 
     def step(first: int, behind: int) -> None:
         part = ids[:, first:behind]
-        logits = model(input_ids=part, use_cache=True, logits_to_keep=1, **given).logits
+        logits = model(input_ids=part, use_cache=True, logits_to_keep=1, **cache_option).logits
         last.append(logits[-1, -1])
 
     step(0, prompt)

@@ -45,8 +45,8 @@ class FlashOperatorWarning(UserWarning):
     """A call of torch's attention took the kernel that flashgen's replaces."""
 
 
-class Told:
-    """The reasons for which users know that torch's own kernels compute calls."""
+class ReasonsTold:
+    """The reasons for torch's own kernels that users have been warned of."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -56,7 +56,7 @@ class Told:
         """Warns at the first call for each reason, at the user's line.
 
         Args:
-            details: what may differ between calls of one reason, such as the line of a mod.
+            details: a text that may differ between calls of one reason, such as the line of a mod.
         """
         with self._lock:
             if reason in self._reasons:
@@ -68,8 +68,8 @@ class Told:
         if frame is None:
             warnings.warn(text, FlashOperatorWarning, stacklevel=2)
         else:
-            place = frame.f_code.co_filename, frame.f_lineno
-            warnings.warn_explicit(text, FlashOperatorWarning, *place)
+            location = frame.f_code.co_filename, frame.f_lineno
+            warnings.warn_explicit(text, FlashOperatorWarning, *location)
 
 
 @called_by_users()
@@ -124,12 +124,14 @@ class _Window(NamedTuple):
     right: int | None
 
     @staticmethod
-    def of(is_causal: bool, left: int | None = None, right: int | None = None) -> _Window:
+    def from_arguments(
+        is_causal: bool, left: int | None = None, right: int | None = None
+    ) -> _Window:
         """The window of a call, in which None and negative numbers stand for no limit."""
         unlimited = POSITION_LIMIT  # no two positions are farther apart
         ends = (-1 if end is None else int(end) for end in (left, right))
-        kept = [end if 0 <= end < unlimited else None for end in ends]
-        return _Window(kept[0], 0 if is_causal else kept[1])
+        limits = [end if 0 <= end < unlimited else None for end in ends]
+        return _Window(limits[0], 0 if is_causal else limits[1])
 
 
 @functools.lru_cache(maxsize=512)
@@ -146,12 +148,12 @@ def _operator(head_dim: int, left: bool, right: str, packed: bool, dropout: bool
 
     def window(b: Any, h: Any, q: Any, k: Any) -> Any:
         distance = q + shift - k
-        kept: Any = True
+        keeps: Any = True
         if left:
-            kept = distance <= ends["left"]
+            keeps = distance <= ends["left"]
         if right:
-            kept &= -distance <= (ends["right"] if right == "right" else 0)
-        return kept
+            keeps &= -distance <= (ends["right"] if right == "right" else 0)
+        return keeps
 
     name = "_".join(["flash", *(["left"] if left else []), *([right] if right else [])])
     mask = window if left or right else None
@@ -176,7 +178,7 @@ class _Call(NamedTuple):
     options: CallOptions
 
     @staticmethod
-    def of(
+    def from_tensors(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -214,16 +216,16 @@ class _Call(NamedTuple):
 
 
 def _not_served(
-    q: Tensor, v: Tensor, dropout_p: float, scale: float | None, more: dict[str, Any]
+    q: Tensor, v: Tensor, dropout_p: float, scale: float | None, unsupported: dict[str, Any]
 ) -> str | None:
     """Why flashgen does not compute a call; None where it does.
 
     Args:
-        more: arguments that have no counterpart, of which none may be set.
+        unsupported: arguments of torch that flashgen lacks; a call that sets one is not computed.
     """
-    given = [name for name, value in more.items() if value is not None]
-    if given:
-        return f"{given[0]} is given"
+    set_names = [name for name, value in unsupported.items() if value is not None]
+    if set_names:
+        return f"{set_names[0]} is given"
     if q.dtype not in _SERVED:
         return f"q has dtype {q.dtype}"
     if q.shape[-1] % 8 or q.shape[-1] > _MOST_COLUMNS or v.shape[-1] != q.shape[-1]:
@@ -265,14 +267,14 @@ def _sdpa_forward(
     return_debug_mask: bool = False,
     *,
     scale: float | None = None,
-    **more: Any,
+    **unsupported: Any,
 ) -> tuple[Any, ...]:
     """q, k, v are [batch, heads, seq, head_dim]."""
-    more["return_debug_mask"] = return_debug_mask or None
-    _refuse(_not_served(query, value, dropout_p, scale, more))
+    unsupported["return_debug_mask"] = return_debug_mask or None
+    _refuse(_not_served(query, value, dropout_p, scale, unsupported))
     rng = draw_rng(dropout_p, query.device)
-    window = _Window.of(is_causal)
-    call = _Call.of(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
+    window = _Window.from_arguments(is_causal)
+    call = _Call.from_tensors(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
     out, lse = call.forward()
     sizes = query.shape[2], key.shape[2]
     results = _in_order_of(out, query), lse, None, None, *sizes, *_random_state(rng, query)
@@ -296,14 +298,14 @@ def _sdpa_backward(
     philox_offset: Tensor,
     *,
     scale: float | None = None,
-    **more: Any,
+    **unsupported: Any,
 ) -> tuple[Tensor, ...]:
-    _refuse(_not_served(query, value, dropout_p, scale, more))
+    _refuse(_not_served(query, value, dropout_p, scale, unsupported))
     rng = _kept_state(dropout_p, philox_seed)
-    window = _Window.of(is_causal)
-    call = _Call.of(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
-    found = call.backward(out, logsumexp, grad_out)
-    return tuple(map(_in_order_of, found, (query, key, value)))
+    window = _Window.from_arguments(is_causal)
+    call = _Call.from_tensors(query, key, value, window, dropout_p=dropout_p, scale=scale, rng=rng)
+    gradients = call.backward(out, logsumexp, grad_out)
+    return tuple(map(_in_order_of, gradients, (query, key, value)))
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -324,10 +326,14 @@ def _flash_call(
     **options: Any,
 ) -> _Call:
     q, k, v = map(_heads_first, tensors)
-    of_q, of_k = cum_seqs
-    boundaries = None if of_q is None else (of_q, of_q if of_k is None else of_k)
+    query_ends, key_ends = cum_seqs
+    boundaries = (
+        None if query_ends is None else (query_ends, query_ends if key_ends is None else key_ends)
+    )
     split_size = 0 if num_splits == 1 else None
-    return _Call.of(q, k, v, window, boundaries=boundaries, split_size=split_size, **options)
+    return _Call.from_tensors(
+        q, k, v, window, boundaries=boundaries, split_size=split_size, **options
+    )
 
 
 def _flash_forward(
@@ -346,17 +352,17 @@ def _flash_forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     num_splits: int | None = None,
-    **more: Any,
+    **unsupported: Any,
 ) -> tuple[Tensor, ...]:
     """q, k, v are [batch, seq, heads, head_dim], or packed [total, heads, head_dim]."""
-    more["return_debug_mask"] = return_debug_mask or None
-    more["num_splits"] = num_splits if num_splits not in (None, 0, 1) else None
-    _refuse(_not_served(query, value, dropout_p, scale, more))
+    unsupported["return_debug_mask"] = return_debug_mask or None
+    unsupported["num_splits"] = num_splits if num_splits not in (None, 0, 1) else None
+    _refuse(_not_served(query, value, dropout_p, scale, unsupported))
     rng = draw_rng(dropout_p, query.device)
     call = _flash_call(
         (query, key, value),
         (cum_seq_q, cum_seq_k),
-        _Window.of(is_causal, window_size_left, window_size_right),
+        _Window.from_arguments(is_causal, window_size_left, window_size_right),
         num_splits,
         dropout_p=dropout_p,
         scale=scale,
@@ -367,8 +373,8 @@ def _flash_forward(
     return _heads_second(out, query), lse, *_random_state(rng, query), query.new_empty(0)
 
 
-def _flash_forward_into(out: Tensor, *arguments: Any, **more: Any) -> Tensor:
-    result, lse, *_ = _flash_forward(*arguments, **more)
+def _flash_forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    result, lse, *_ = _flash_forward(*arguments, **options)
     out.copy_(result)
     return lse
 
@@ -392,20 +398,20 @@ def _flash_backward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-    **more: Any,
+    **unsupported: Any,
 ) -> tuple[Tensor, ...]:
-    _refuse(_not_served(query, value, dropout_p, scale, more))
+    _refuse(_not_served(query, value, dropout_p, scale, unsupported))
     call = _flash_call(
         (query, key, value),
         (cum_seq_q, cum_seq_k),
-        _Window.of(is_causal, window_size_left, window_size_right),
+        _Window.from_arguments(is_causal, window_size_left, window_size_right),
         dropout_p=dropout_p,
         scale=scale,
         rng=_kept_state(dropout_p, rng_state),
     )
     lse = logsumexp if cum_seq_q is None else logsumexp[None]
-    found = call.backward(_heads_first(out), lse, _heads_first(grad_out))
-    return tuple(map(_heads_second, found, (query, key, value)))
+    gradients = call.backward(_heads_first(out), lse, _heads_first(grad_out))
+    return tuple(map(_heads_second, gradients, (query, key, value)))
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -436,11 +442,11 @@ class _Kernel:
     name: str
     compute: Callable[..., Any]
     former: Any
-    told: Told
+    warned: ReasonsTold
 
-    def __call__(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
+    def __call__(self, keyset: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            return self.compute(*arguments, **more)
+            return self.compute(*arguments, **options)
         except _NotServedError as refused:
             reason = str(refused)
         if self.former is None:
@@ -451,8 +457,8 @@ class _Kernel:
                 way_out="torch.nn.attention.restore_flash_attention_impl(), or a spec of your own: "
                 "fg.attention(spec)",
             )
-        self.told.tell(f"aten::{self.name}", reason)
-        return self.former.call_boxed(keyset, *arguments, **more)
+        self.warned.tell(f"aten::{self.name}", reason)
+        return self.former.call_boxed(keyset, *arguments, **options)
 
 
 class Activation:
@@ -461,13 +467,13 @@ class Activation:
     _library: Any  # torch's Library has no types
 
     def __init__(self, key: str) -> None:
-        told = Told()
+        reasons = ReasonsTold()
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             # torch warns where a kernel is replaced, which is what activation is for.
             warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
             for name, compute in _KERNELS.items():
-                kernel = _Kernel(name, compute, _former(name, key), told)
+                kernel = _Kernel(name, compute, _former(name, key), reasons)
                 self._library.impl(name, kernel, key, with_keyset=True)
         self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -16,12 +16,12 @@ def _has(name: str) -> bool:
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
+            value: Any = importlib.import_module(".".join(parts[:count]))
         except ImportError:
             continue
         for part in parts[count:]:
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, part)
         return True
     return False

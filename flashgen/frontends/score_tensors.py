@@ -72,17 +72,17 @@ def given_tensor(
     return name, tensor.dtype, tensor.requires_grad, expanded
 
 
-def element(given: GivenTensor, start: Start) -> Callable[..., Any]:
+def element(score_tensor: GivenTensor, start: Start) -> Callable[..., Any]:
     """The element of a tensor that belongs to a score; its indices count from the call's first."""
-    dims = tuple(f"{given.name}_{axis}" for axis in ("batch", "heads", "q", "k"))
-    tensor = Tensor(given.name, dims, dtype_name(given.dtype), grad=given.grad)
+    dims = tuple(f"{score_tensor.name}_{axis}" for axis in ("batch", "heads", "q", "k"))
+    tensor = Tensor(score_tensor.name, dims, dtype_name(score_tensor.dtype), grad=score_tensor.grad)
 
-    def at(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def element_at(b: Any, h: Any, q: Any, k: Any) -> Any:
         local = b, h, from_start("q_start", start.q, q), from_start("k_start", start.k, k)
-        once = zip(given.expanded, local, strict=True)
-        return tensor[tuple(0 if expanded else index for expanded, index in once)]
+        dimensions = zip(score_tensor.expanded, local, strict=True)
+        return tensor[tuple(0 if expanded else index for expanded, index in dimensions)]
 
-    return at
+    return element_at
 
 
 def from_start(name: str, kind: str, position: Any) -> Any:

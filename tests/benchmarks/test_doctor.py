@@ -42,9 +42,9 @@ def run_stopped(
             tell({"event": "result", "problem": name, "arch": arch, "ok": name != wrong, **facts})
         return trial.Ended(())
 
-    def diagnose(device: int, *, seconds: float, tell: Any, each: Any) -> None:
+    def diagnose(device: int, *, seconds: float, tell: Any, on_result: Any) -> None:
         for arch in ("sm_90a", "sm_90"):
-            run_path(arch, device, PROBLEMS, seconds, tell, each)
+            run_path(arch, device, PROBLEMS, seconds, tell, on_result)
 
     monkeypatch.setattr(trial, "run", ran)
     monkeypatch.setattr(doctor, "diagnose", diagnose)

@@ -85,8 +85,8 @@ def test_an_edited_kernel_of_a_folder_is_a_form_and_a_wrong_one_is_not_timed(
     inputs = make_inputs(small.case, context.device.torch, seed=0, learnt=False)
     call = forms.Prepared(small, forms.Form("", override=wrong / name), inputs, context.device)
     out, *_ = call.run()
-    assert torch.equal(out, call.found["out"])
-    assert not torch.equal(out, forms.Prepared(small, PLAN, inputs, context.device).found["out"])
+    assert torch.equal(out, call.results["out"])
+    assert not torch.equal(out, forms.Prepared(small, PLAN, inputs, context.device).results["out"])
 
 
 def test_without_a_folder_and_with_a_tile_that_does_not_fit_the_others_are_timed(

@@ -54,7 +54,7 @@ def test_the_source_page_is_read_by_the_names_of_its_columns() -> None:
 
 def test_a_kernel_without_a_text_has_totals_by_reason_and_its_instructions(tmp_path: Path) -> None:
     ((kernel, code), _) = ncu.source(PAGE)
-    record(context_in(tmp_path), Profile.of(kernel, code, tmp_path), "here")
+    record(context_in(tmp_path), Profile.from_files(kernel, code, tmp_path), "here")
     rows = read(tmp_path / "measures.csv")
     assert [(row["metric"], row["value"], row["unit"], row["note"]) for row in rows] == [
         ("stall barrier", "1000", "samples", "98.3% of all"),
@@ -144,7 +144,7 @@ def test_an_instruction_belongs_to_the_stage_of_its_innermost_line_in_the_kernel
         ncu.Sampled(text, samples)
         for text, samples in (("LDC R1, c[0][0]", 1), ("FADD R1, R1, 1", 5), ("NOP", 2), ("NOP", 0))
     ]
-    profile = Profile.of("k", code, tmp_path)
+    profile = Profile.from_files("k", code, tmp_path)
     assert profile.lines == [4, 8, 0, 0]  # the third is not the instruction that was compiled
     record(context_in(tmp_path), profile, "")
     stages = {row["metric"]: row for row in read(tmp_path / "measures.csv")}
@@ -160,7 +160,7 @@ def test_almost_all_instructions_of_a_kernel_have_a_stage(tmp_path: Path) -> Non
     ((kernel, code),) = ncu.source(stand_in(tmp_path))
     listing = (tmp_path / f"{kernel}.sass").read_text()
     assert len(code) == len(sass.instructions(listing))
-    profile = Profile.of(kernel, code, tmp_path)
+    profile = Profile.from_files(kernel, code, tmp_path)
     assert sum(line > 0 for line in profile.lines) > 0.97 * len(code)
     shares = {name.split(".")[0]: len(found) for name, found in profile.by_stage().items()}
     assert {"5a", "5b", "5c", "5e", "7"} <= {name for name, count in shares.items() if count}

@@ -11,13 +11,13 @@ from flashgen.tools.cli import console
 
 def test_long_values_are_never_cut(capsys):
     text = "x" * 3000
-    console.facts([("name", text), ("other", "y")])
+    console.print_rows([("name", text), ("other", "y")])
     out = capsys.readouterr().out
     assert out == f"name   {text}\nother  y\n"
 
 
 def test_brackets_are_text_and_not_markup(capsys):
-    console.facts([("keep", "[bold]q >= k[/bold]")])
+    console.print_rows([("keep", "[bold]q >= k[/bold]")])
     console.say("[red]plain")
     out = capsys.readouterr().out
     assert "[bold]q >= k[/bold]" in out

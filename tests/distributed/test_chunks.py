@@ -22,8 +22,12 @@ SEQ, WORLD = 8192, 8
 
 
 def test_contiguous_and_head_tail_cover_the_sequence() -> None:
-    assert sharding_of("contiguous", 3, 4).of_rank == ((range(4),), (range(4, 8),), (range(8, 12),))
-    assert sharding_of("head_tail", 2, 4).of_rank == (
+    assert sharding_of("contiguous", 3, 4).chunks_by_rank == (
+        (range(4),),
+        (range(4, 8),),
+        (range(8, 12),),
+    )
+    assert sharding_of("head_tail", 2, 4).chunks_by_rank == (
         (range(2), range(6, 8)),
         (range(2, 4), range(4, 6)),
     )
@@ -31,7 +35,7 @@ def test_contiguous_and_head_tail_cover_the_sequence() -> None:
 
 def test_a_rank_without_positions_has_an_empty_chunk() -> None:
     found = sharding_of([[range(4)], [], [(4, 6)]], 3, 4)
-    assert found.of_rank == ((range(4),), (range(0),), (range(4, 6),))
+    assert found.chunks_by_rank == ((range(4),), (range(0),), (range(4, 6),))
     assert found.rows(1) == 0
     assert found.part(torch.ones(1, 2, 6, 8), 1).shape == (1, 2, 0, 8)
 

@@ -20,11 +20,11 @@ def test_losses_and_first_gradients_are_those_of_eager_attention(
     example: ModuleType, name: str
 ) -> None:
     found = example.compare(name, 3)
-    assert found.of_losses <= example.BOUND / 10
-    assert found.of_gradients <= example.BOUND / 10
-    assert found.of_choices < 0.01
+    assert found.loss_difference <= example.BOUND / 10
+    assert found.gradient_difference <= example.BOUND / 10
+    assert found.other_choices < 0.01
     assert found.losses == sorted(found.losses, reverse=True)
-    assert (found.of_layers[0] > 0) == (name == "DSA")
+    assert (found.layer_losses[0] > 0) == (name == "DSA")
 
 
 def test_a_query_sees_the_first_block_its_own_and_those_of_most_mass(example: ModuleType) -> None:

@@ -10,5 +10,5 @@ __all__ = ["registered"]
 
 @pytest.fixture
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_kept", "_proved", "_settled_records", "_versions"):
+    for name in ("_variants_of_keys", "_proved", "_stable_records", "_versions"):
         monkeypatch.setattr(known_mods, name, type(getattr(known_mods, name))())

@@ -100,13 +100,13 @@ def test_blocks_that_follow_from_the_mask_mod_are_no_layout(
 ) -> None:
     mask_mod, score_mod, _ = MAKERS[name](*SIZES)
     found = []
-    inner = block_masks._found
+    inner = block_masks._needed_layout
 
     def watched(*given: Any) -> Any:
         found.append(inner(*given))
         return found[-1]
 
-    monkeypatch.setattr(block_masks, "_found", watched)
+    monkeypatch.setattr(block_masks, "_needed_layout", watched)
     q, k, v = (x.detach() for x in operands(*SIZES))
     mask = mask_mod and create_block_mask(mask_mod, 2, 4, *SIZES[2:], device="cpu", BLOCK_SIZE=32)
     for _ in range(2):

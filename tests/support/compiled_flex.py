@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's flex_attention on flashgen's operators, without torch's refusal of the CPU."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(compiled, "_told", compiled.Told())
+    monkeypatch.setattr(compiled, "_told", compiled.ReasonsTold())
     torch._dynamo.reset()
     register_flex()
     yield

@@ -59,7 +59,7 @@ class Problem:
 
     def mine(self, whole: Tensor) -> Tensor:
         """This rank's rows of [batch, heads, seq, ...]."""
-        chunks = self.sharding.of_rank[self.rank]
+        chunks = self.sharding.chunks_by_rank[self.rank]
         return torch.cat([whole[:, :, chunk.start : chunk.stop] for chunk in chunks], 2)
 
     def results(self, call: Callable[..., Any], own: bool) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def own(whole: tuple[Tensor, ...], mesh: Any, shard: str = "head_tail") -> list[
     """The part of a rank: its sequences of the dimension dp, and its positions of cp."""
     cp = mesh["cp"]
     sharding = sharding_of(shard, cp.size(), SEQ // cp.size())
-    chunks = sharding.of_rank[cp.get_local_rank()]
+    chunks = sharding.chunks_by_rank[cp.get_local_rank()]
     parts = whole
     if "dp" in mesh.mesh_dim_names:
         dp = mesh["dp"]

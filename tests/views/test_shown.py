@@ -14,7 +14,7 @@ import torch
 
 import flashgen as fg
 from flashgen.shared.paths import PATHS
-from flashgen.tools.views.drawing import COLOURS, joined, percent, ranges
+from flashgen.tools.views.drawing import COLOURS, join_cells, percent, ranges
 from flashgen.tools.views.render import html_of
 from flashgen.tools.views.svg import svg_of
 from flashgen.tools.views.tile_map import pairs_in_words
@@ -133,10 +133,10 @@ def test_joined_cells_have_the_share_of_what_is_not_skipped() -> None:
     grid[:2, :2] = 1
     grid[2:4, 2:] = [[1, 0], [0, 0]]
     grid[4] = [2, 1, 2, 2]
-    found = joined(grid, 3)
+    found = join_cells(grid, 3)
     assert found.codes.tolist() == [[1, 0], [0, 0], [1, 2]]
     assert found.shares.tolist() == [[0, 0], [0, 1], [4, 0]]
-    assert joined(grid, 5).codes is grid
+    assert join_cells(grid, 5).codes is grid
 
 
 def test_numbers_in_words() -> None:

@@ -58,12 +58,12 @@ class CudnnFlex:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-            given = [tensor[0] for tensor in rows] if packed else rows
+            operands = [tensor[0] for tensor in rows] if packed else rows
             if not plans:  # it needs sample tensors, and serves all of their shape
                 plans.append(
-                    package.create_mask_plan(ends, *given, build_backward=learns, **packed)
+                    package.create_mask_plan(ends, *operands, build_backward=learns, **packed)
                 )
-            out: Tensor = package.flex_attn_func(*given, mask_plan=plans[0])
+            out: Tensor = package.flex_attn_func(*operands, mask_plan=plans[0])
             return (out[None] if packed else out).transpose(1, 2)
 
         return Prepared(attend, passes_of(case))
@@ -82,8 +82,8 @@ def intervals(case: Case) -> Tensor:
 
     Those of packed sequences count from the first row of each.
     """
-    found, spec, starts = interval_of(case), spec_of(case), case.mods.starts
-    assert found is not None  # `supports` has asked
+    interval, spec, starts = interval_of(case), spec_of(case), case.mods.starts
+    assert interval is not None  # `supports` has asked
     rows = np.arange(case.seq_q)
     sizes = (case.seq_q, case.seq_k)
     keys: Any = case.seq_k
@@ -99,9 +99,9 @@ def intervals(case: Case) -> Tensor:
         bound = otherwise if value is None else evaluate(value, env)
         return np.clip(np.broadcast_to(bound, rows.shape), 0, keys)
 
-    last = end(found.hi, keys)
+    last = end(interval.hi, keys)
     ends = [last]
-    if found.lo is not None:
-        ends = [np.zeros_like(last), np.minimum(end(found.lo, 0), last), last]
+    if interval.lo is not None:
+        ends = [np.zeros_like(last), np.minimum(end(interval.lo, 0), last), last]
     flat = torch.from_numpy(np.stack(ends).astype(np.int32))
     return flat.repeat(1, case.batch)[None].contiguous()

@@ -83,13 +83,13 @@ class Node:
     """The forward and the backward graph of one node, built for the shapes of their first call."""
 
     def __init__(
-        self, cudnn: Any, options: dict[str, Any], deterministic: bool, sink: Any, place: Any
+        self, cudnn: Any, options: dict[str, Any], deterministic: bool, sink: Any, device: Any
     ) -> None:
         self.cudnn, self.options, self.deterministic = cudnn, options, deterministic
         self.dropout = 0.0
         self.sink = None if sink is None else sink.detach().view(1, -1, 1, 1)
         self.table: Tensor | None = None
-        self.seed = torch.full((1, 1, 1, 1), 7, dtype=torch.int64, device=place)
+        self.seed = torch.full((1, 1, 1, 1), 7, dtype=torch.int64, device=device)
         self._handle = cudnn.create_handle()
         self._built: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], None]] = {}
 
@@ -108,27 +108,27 @@ class Node:
         self._run("forward", (q, k, v), (out, stats))
         return out, stats
 
-    def backward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def backward(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and a sink, from (q, k, v, out, dout, stats)."""
-        made = [torch.empty_like(tensor) for tensor in given[:3]]
-        made += [] if self.sink is None else [torch.empty_like(self.sink)]
-        self._run("backward", given, made)
-        return tuple(made)
+        gradients = [torch.empty_like(tensor) for tensor in operands[:3]]
+        gradients += [] if self.sink is None else [torch.empty_like(self.sink)]
+        self._run("backward", operands, gradients)
+        return tuple(gradients)
 
-    def _run(self, pass_: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def _run(self, pass_: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         if pass_ not in self._built:
-            self._built[pass_] = self._graph(pass_, given, made)
-        self._built[pass_](given, made)
+            self._built[pass_] = self._graph(pass_, operands, results)
+        self._built[pass_](operands, results)
 
-    def _graph(self, pass_: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> Any:
+    def _graph(self, pass_: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
         cudnn, types = self.cudnn, self.cudnn.data_type
         graph = cudnn.pygraph(
-            io_data_type=types.BFLOAT16 if given[0].dtype == torch.bfloat16 else types.HALF,
+            io_data_type=types.BFLOAT16 if operands[0].dtype == torch.bfloat16 else types.HALF,
             intermediate_data_type=types.FLOAT,
             compute_data_type=types.FLOAT,
             handle=self._handle,
         )
-        inputs = [graph.tensor_like(tensor) for tensor in given]
+        inputs = [graph.tensor_like(tensor) for tensor in operands]
         options = dict(self.options)
         others: dict[Any, Tensor] = {}
 
@@ -153,14 +153,14 @@ class Node:
             outputs = list(graph.sdpa(*inputs, generate_stats=True, **options))
         else:
             if self.sink is not None:
-                options["dSink_token"] = graph.tensor_like(made[3])
+                options["dSink_token"] = graph.tensor_like(results[3])
             outputs = list(
                 graph.sdpa_backward(
                     *inputs, use_deterministic_algorithm=self.deterministic, **options
                 )
             )
             outputs += [options["dSink_token"]] if self.sink is not None else []
-        for output, tensor in zip(outputs, made, strict=True):
+        for output, tensor in zip(outputs, results, strict=True):
             output.set_output(True).set_dim(tuple(tensor.shape)).set_stride(tensor.stride())
             if tensor.dtype == torch.float32:
                 output.set_data_type(types.FLOAT)
@@ -170,13 +170,13 @@ class Node:
         graph.check_support()
         graph.build_plans()
         size = max(1, graph.get_workspace_size())
-        workspace = torch.empty(size, dtype=torch.uint8, device=given[0].device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=operands[0].device)
 
-        def run(given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-            if given[0].is_cuda:
+        def run(operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+            if operands[0].is_cuda:
                 stream = torch.cuda.current_stream().cuda_stream
                 cudnn.set_stream(handle=self._handle, stream=stream)
-            tensors = dict(zip((*inputs, *outputs), (*given, *made), strict=True))
+            tensors = dict(zip((*inputs, *outputs), (*operands, *results), strict=True))
             graph.execute({**tensors, **others}, workspace, handle=self._handle)
 
         return run

@@ -23,20 +23,20 @@ def attention(
     *,
     left: int | None = None,
     right: int | None = None,
-    kept: Tensor | None = None,
+    keeps: Tensor | None = None,
     cap: float = 0.0,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of [batch, heads, rows, d] over keys q - left to q + right, or ``kept`` ones."""
+    """Attention of [batch, heads, rows, d] over keys q - left to q + right, or by ``keeps``."""
     share = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(share, 1).float() for tensor in (k, v))
     scores = q.float() @ k.mT * q.shape[-1] ** -0.5
     scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores if bias is None else scores + bias
     apart = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
-    inside = torch.ones_like(apart, dtype=torch.bool) if kept is None else kept
+    inside = torch.ones_like(apart, dtype=torch.bool) if keeps is None else keeps
     inside = inside if left is None else inside & (apart >= -left)
     inside = inside if right is None else inside & (apart <= right)
     scores = scores.masked_fill(~inside, -math.inf)
@@ -87,18 +87,18 @@ def create_mask_plan(
     starts = packed.get("cu_seqlens_q", torch.tensor([0, q.shape[1]]))
     bounds = ends[0, :, : int(starts[-1])].T
     keys = torch.arange(k.shape[0] if packed else k.shape[1])
-    kept = keys < bounds[:, :1]
+    keeps = keys < bounds[:, :1]
     if packed:
         first = starts[:-1].repeat_interleave(starts.diff().long())[:, None]
         return (keys >= first) & (keys < first + bounds[:, :1]), starts
     for low, high in zip(range(1, bounds.shape[1], 2), range(2, bounds.shape[1], 2), strict=True):
-        kept = kept | ((keys >= bounds[:, low : low + 1]) & (keys < bounds[:, high : high + 1]))
-    return kept, starts
+        keeps = keeps | ((keys >= bounds[:, low : low + 1]) & (keys < bounds[:, high : high + 1]))
+    return keeps, starts
 
 
 def flex_attn_func(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: tuple[Tensor, Tensor]) -> Tensor:
     rows = [tensor if tensor.dim() == 4 else tensor[None] for tensor in (q, k, v)]
-    out = attention(*(tensor.transpose(1, 2) for tensor in rows), kept=mask_plan[0])
+    out = attention(*(tensor.transpose(1, 2) for tensor in rows), keeps=mask_plan[0])
     out = out.transpose(1, 2)
     return out if q.dim() == 4 else out[0]
 
@@ -123,7 +123,7 @@ def from_pages(cache: Tensor, table: Tensor) -> Tensor:
 
 
 class Handle:
-    """A tensor of a graph: what is set of it is taken and forgotten."""
+    """A tensor of a graph, which takes and forgets its settings."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *values: self
@@ -156,19 +156,21 @@ class Graph:
         return lambda *values: None  # the steps between a graph and its plan
 
     def execute(self, tensors: dict[Handle, Tensor], workspace: Tensor, handle: Any) -> None:
-        given = [tensors[name] for name in self._inputs]
-        made = [tensors[name] for name in self._outputs]
+        operands = [tensors[name] for name in self._inputs]
+        results = [tensors[name] for name in self._outputs]
         sink = tensors.get(self._options.get("sink_token"))
-        if len(given) == 3:
-            made[0].copy_(self._attention(tensors, sink, *given))
+        if len(operands) == 3:
+            results[0].copy_(self._attention(tensors, sink, *operands))
             return
-        wrt = [tensor.clone().requires_grad_() for tensor in given[:3]]
+        wrt = [tensor.clone().requires_grad_() for tensor in operands[:3]]
         wrt += [] if sink is None else [sink.clone().requires_grad_()]
         with torch.enable_grad():
             out = self._attention(tensors, None if sink is None else wrt[3], *wrt[:3])
-        made += [] if sink is None else [tensors[self._options["dSink_token"]]]
-        for target, found in zip(made, torch.autograd.grad(out, wrt, given[4]), strict=True):
-            target.copy_(found)
+        results += [] if sink is None else [tensors[self._options["dSink_token"]]]
+        for target, gradient in zip(
+            results, torch.autograd.grad(out, wrt, operands[4]), strict=True
+        ):
+            target.copy_(gradient)
 
     def _attention(self, tensors: Any, sink: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options, bias = self._options, None

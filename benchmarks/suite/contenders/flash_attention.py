@@ -50,8 +50,8 @@ class FlashAttention:
 
     def _lacks(self, case: Case, device: Device) -> str | None:
         function, options = self._call(case, device)
-        known = inspect.signature(function).parameters
-        unknown = sorted(set(options) - set(known))
+        parameters = inspect.signature(function).parameters
+        unknown = sorted(set(options) - set(parameters))
         return f"this version has no argument {', '.join(unknown)}" if unknown else None
 
     def _call(self, case: Case, device: Device) -> tuple[Any, dict[str, Any]]:
@@ -82,9 +82,9 @@ class FlashAttention:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Its operands are [batch, rows, heads, d], packed ones [rows, heads, d].
             rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            given = (tensor[0] for tensor in rows) if packed else rows
-            found = function(*given, **options)
-            out: Tensor = found[0] if isinstance(found, tuple) else found
+            operands = (tensor[0] for tensor in rows) if packed else rows
+            results = function(*operands, **options)
+            out: Tensor = results[0] if isinstance(results, tuple) else results
             return (out[None] if packed else out).transpose(1, 2)
 
         passes = passes_of(case, deterministic=self.deterministic)

@@ -74,7 +74,7 @@ class Flex:
         score, grouped, sink = mods.score, case.heads_q != case.heads_kv, mods.sink
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found = call(
+            results = call(
                 *(q, k, v),
                 score_mod=score,
                 block_mask=block_mask,
@@ -83,12 +83,12 @@ class Flex:
                 kernel_options=options or None,
             )
             if sink is None:
-                result: Tensor = found
+                result: Tensor = results
                 return result
             # A sink takes a share of each row's weights that its log-sum-exp knows.
-            out, aux = found
-            kept = torch.sigmoid(aux.lse - sink[:, None])
-            return (out * kept[..., None]).to(out.dtype)
+            out, aux = results
+            share = torch.sigmoid(aux.lse - sink[:, None])
+            return (out * share[..., None]).to(out.dtype)
 
         def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with torch.no_grad():

@@ -21,7 +21,7 @@ class Library:
 
     Attributes:
         package: its name in package indexes, whose metadata has the version.
-        module: what is imported.
+        module: the module that is imported.
         fake: the module of `benchmarks.suite.contenders.fakes` that has the same functions for
             CPU tensors, in a dry run; empty where the package runs there.
     """
@@ -60,7 +60,7 @@ class Library:
         return None
 
     def on(self, device: Device) -> str:
-        """Name and version of what computes on a device."""
+        """Name and version of the library that computes on a device."""
         return f"stand-in for {self.package}" if device.kind != "gpu" and self.fake else self.text
 
 

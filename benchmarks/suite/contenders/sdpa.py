@@ -140,16 +140,19 @@ def dense_mask(case: Case, device: Device) -> Tensor | None:
     mods = case.mods_of({**dict(case.scalars), **case.tensors(device.torch)})
     if mods.mask is None and mods.score is None:
         return None
-    place: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
-    b = torch.zeros((), **place)
-    q = torch.arange(case.seq_q, **place)[:, None]
-    k = torch.arange(case.seq_k, **place)[None, :]
-    kept = None if mods.mask is None else mods.mask(b, b, q, k)
+    index_options: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
+    b = torch.zeros((), **index_options)
+    q = torch.arange(case.seq_q, **index_options)[:, None]
+    k = torch.arange(case.seq_k, **index_options)[None, :]
+    keeps = None if mods.mask is None else mods.mask(b, b, q, k)
     if mods.score is None:
-        return kept
+        return keeps
     dtype = getattr(torch, case.dtype)
     zero = torch.zeros((), device=device.torch)
     bias = torch.stack(
-        [mods.score(zero, b, torch.tensor(h, **place), q, k).to(dtype) for h in range(case.heads_q)]
+        [
+            mods.score(zero, b, torch.tensor(h, **index_options), q, k).to(dtype)
+            for h in range(case.heads_q)
+        ]
     )[None]
-    return bias if kept is None else bias.masked_fill(~kept, -math.inf)
+    return bias if keeps is None else bias.masked_fill(~keeps, -math.inf)

@@ -61,7 +61,7 @@ class Served:
 
 
 def table_of(case: Case, device: torch.device) -> Tensor:
-    """int32 [batch, pages]: the numbers of each sequence's pages in what `pages_of` makes."""
+    """int32 [batch, pages]: the numbers of each sequence's pages in the result of `pages_of`."""
     rows = case.seq_k // PAGE
     starts = torch.arange(case.batch, dtype=torch.int32) * (case.heads_kv * rows)
     return (starts[:, None] + torch.arange(rows, dtype=torch.int32)).to(device)

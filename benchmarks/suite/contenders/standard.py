@@ -34,12 +34,12 @@ class Standard:
     def prepare(self, case: Case, device: Device) -> Prepared:
         captured, scale = case.tensors(device.torch), case.head_dim**-0.5
         mods = case.mods_of({**dict(case.scalars), **captured})
-        place: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
+        index_options: dict[str, Any] = {"device": device.torch, "dtype": torch.int64}
         groups = (case.batch, case.heads_kv, case.heads_q // case.heads_kv)
-        b = torch.arange(case.batch, **place)[:, None, None, None, None]
-        h = torch.arange(case.heads_q, **place).view(1, *groups[1:], 1, 1)
-        rows = torch.arange(case.seq_q, **place)[:, None]
-        keys = torch.arange(case.seq_k, **place)[None, :]
+        b = torch.arange(case.batch, **index_options)[:, None, None, None, None]
+        h = torch.arange(case.heads_q, **index_options).view(1, *groups[1:], 1, 1)
+        rows = torch.arange(case.seq_q, **index_options)[:, None]
+        keys = torch.arange(case.seq_k, **index_options)[None, :]
         dropped = None if mods.mask is None else ~mods.mask(b, h, rows, keys)
         # Rows without a key, if the mask has any: softmax would make NaN of them.
         empty = None if dropped is None else dropped.all(dim=-1, keepdim=True)

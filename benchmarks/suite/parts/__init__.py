@@ -73,7 +73,7 @@ def named(name: str) -> Part:
 
 
 def load(part: Part) -> Callable[[Context], None]:
-    """The function that runs a part: that of its module, or one named behind a colon."""
+    """The function that runs a part: ``run`` of its module, or the one named behind a colon."""
     module, _, function = part.module.partition(":")
     loaded = importlib.import_module(f"{__name__}.{module}")
     run: Callable[[Context], None] = getattr(loaded, function or "run")

@@ -69,5 +69,5 @@ def first_call(
         report = context.journal.failed if ours else context.journal.skipped
         report(f"compile time of {name}, {spec}: {ended.reason}: {text[-400:]}")
         return None
-    found: dict[str, float] = json.loads(text.strip().splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(text.strip().splitlines()[-1])
+    return seconds

@@ -76,24 +76,24 @@ def run_files(context: Context, files: Sequence[str]) -> None:
             alive=sign_of_life,
             stall=STALL,
         )
-        found = entries(outcomes)
-        if ended.code in COMPLETE or ended.out_of_time or len(found) == before:
+        lines = entries(outcomes)
+        if ended.code in COMPLETE or ended.out_of_time or len(lines) == before:
             break
         # Without the test that took the process with it, there is more to be run.
-        reasons |= {test: ended.reason for test in open_steps(found) if test not in reasons}
+        reasons |= {test: ended.reason for test in open_steps(lines) if test not in reasons}
     if ended.code not in (*COMPLETE, RESTART) and not ended.out_of_time:
         tail = log.read_text(encoding="utf-8", errors="replace")[-600:]
         context.journal.failed(f"pytest: {ended.reason}: {tail}")
     record(context, entries(outcomes), reasons)
 
 
-def record(context: Context, found: list[dict[str, Any]], reasons: dict[str, str]) -> None:
+def record(context: Context, lines: list[dict[str, Any]], reasons: dict[str, str]) -> None:
     """Counts of outcomes, and a row and a line of the summary for each test that failed."""
-    ended = {entry["step"]: entry for entry in found if entry["event"] == "end"}
+    ended = {entry["step"]: entry for entry in lines if entry["event"] == "end"}
     counts = Counter(entry["outcome"] for entry in ended.values())
-    lost = open_steps(found)
-    begun = {entry["step"] for entry in found if entry["event"] == "begin"}
-    collected = [test for e in found if e["event"] == "collected" for test in e["tests"]]
+    lost = open_steps(lines)
+    begun = {entry["step"] for entry in lines if entry["event"] == "begin"}
+    collected = [test for e in lines if e["event"] == "collected" for test in e["tests"]]
     left = [test for test in dict.fromkeys(collected) if test not in begun]
     counts.update({"lost": len(lost), "not run": len(left)})
     for outcome in ("passed", "failed", "skipped", "lost", "not run"):

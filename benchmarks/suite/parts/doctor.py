@@ -21,35 +21,39 @@ DRY_PATH = "sm_90a"
 def run(context: Context) -> None:
     # For each path; the second one seldom needs all that the first one left.
     seconds = 0.6 * context.budget.left
-    found: dict[str, list[ProblemResult]] = {}
+    results_by_arch: dict[str, list[ProblemResult]] = {}
 
     def alive(text: str) -> None:
         context.journal.path.touch()
 
-    def each(result: ProblemResult) -> None:
+    def on_result(result: ProblemResult) -> None:
         """Its rows at once: this process may be stopped before the next problem ends."""
-        of_path = found.setdefault(result.arch, [])
-        of_path.append(result)
+        results = results_by_arch.setdefault(result.arch, [])
+        results.append(result)
         record(context, result)
         if not result.ok:
             context.journal.failed(f"doctor: {result.arch}, {result.problem}: {result.text}")
-        if len(of_path) == len(PROBLEMS):
-            passed(context, result.arch, of_path)
+        if len(results) == len(PROBLEMS):
+            passed(context, result.arch, results)
 
     if context.device.kind == "gpu":
-        ended = diagnose(context.device.torch.index or 0, seconds=seconds, tell=alive, each=each)
+        ended = diagnose(
+            context.device.torch.index or 0, seconds=seconds, tell=alive, on_result=on_result
+        )
         (context.work / "doctor.log").write_text(str(ended), encoding="utf-8")
         wrong, paths = ended.findings, {path.arch for path in ended.paths}
     else:
-        wrong = run_path(DRY_PATH, NO_DEVICE, PROBLEMS[:1], seconds, alive, each).findings
+        wrong = run_path(DRY_PATH, NO_DEVICE, PROBLEMS[:1], seconds, alive, on_result).findings
         paths = {DRY_PATH}
-    known = [f for results in found.values() for f in PathRun("", tuple(results)).findings]
+    findings = [
+        f for results in results_by_arch.values() for f in PathRun("", tuple(results)).findings
+    ]
     for finding in wrong:
-        if finding not in known:
+        if finding not in findings:
             context.journal.failed(f"doctor: {finding.what}; {finding.way_out}")
     for arch in sorted(paths):
-        if len(found.get(arch, ())) < len(PROBLEMS):
-            passed(context, arch, found.get(arch, ()))
+        if len(results_by_arch.get(arch, ())) < len(PROBLEMS):
+            passed(context, arch, results_by_arch.get(arch, ()))
 
 
 def passed(context: Context, arch: str, results: Sequence[ProblemResult]) -> None:

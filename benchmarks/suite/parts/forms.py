@@ -48,7 +48,7 @@ class Form:
     """One way to compute a pass.
 
     Attributes:
-        tiles: by kernel, instead of the plan's.
+        tiles: tiles by kernel, instead of the plan's.
         override: an edited file, compiled instead of the emitted one of its name.
     """
 
@@ -75,8 +75,8 @@ class Comparison:
         """The name in records."""
         case = self.case
         sizes = f"b{case.batch} h{case.heads_q}/{case.heads_kv} {case.seq_q}x{case.seq_k}"
-        given = "".join(f" {name}={value}" for name, value in case.scalars)
-        return f"{self.pass_} {case.spec} {sizes} d{case.head_dim}{given}"
+        scalars = "".join(f" {name}={value}" for name, value in case.scalars)
+        return f"{self.pass_} {case.spec} {sizes} d{case.head_dim}{scalars}"
 
 
 def fused(queries: int) -> Form:
@@ -207,7 +207,7 @@ def _compare(context: Context, comparison: Comparison) -> set[str]:
                 context.journal.failed(f"{subject}, {form.name}: {reason}")
             continue
         verdict = worst_of(
-            distance(name, call.found[name], first.found[name]) for name in first.found
+            distance(name, call.results[name], first.results[name]) for name in first.results
         )
         if verdict.ok:
             calls[form.name] = call
@@ -216,14 +216,14 @@ def _compare(context: Context, comparison: Comparison) -> set[str]:
             context.journal.failed(f"{subject}, {form.name} is wrong: {verdict.text}")
     if not calls:
         return first.files
-    found = measure(
+    times = measure(
         device,
         calls,
         1,
         min(SECONDS, context.budget.left / 2),
         rounds=(1, 1) if context.tiny else (7, 60),
     )
-    for name, measured in found.items():
+    for name, measured in times.items():
         timing = measured.timing
         note = f"p20 {timing.p20:.5g}, p80 {timing.p80:.5g}"
         write(subject, "time", timing.p50, "ms", name, note)
@@ -235,7 +235,7 @@ class Prepared:
 
     Attributes:
         run: runs the call again.
-        found: its results by name.
+        results: its results by name.
         files: the names of the emitted files of its kernels.
     """
 
@@ -252,23 +252,23 @@ class Prepared:
             deterministic=form.deterministic,
             scalars=tuple(numbers[scalar.name] for scalar in spec.scalars),
         )
-        launch, given = LaunchOptions(tiles=form.tiles), Operands(*inputs.learnt, (), None)
+        launch, operands = LaunchOptions(tiles=form.tiles), Operands(*inputs.learnt, (), None)
         self.run: Callable[[], Any]
         if comparison.pass_ == "forward":
             with overriding(form.override):
-                ahead = forward.prepare(spec, given, options, launch)
-                out, _, made = ahead.run(given)
-            self.run = lambda: ahead.run(given)
-            self.found = {"out": out}
-            reports = [forward.report(made)]
+                ahead = forward.prepare(spec, operands, options, launch)
+                out, _, forward_record = ahead.run(operands)
+            self.run = lambda: ahead.run(operands)
+            self.results = {"out": out}
+            reports = [forward.report(forward_record)]
         else:
-            out, lse, _ = forward.prepare(spec, given, options).run(given)
-            of_out = OutputGradients(out, lse, inputs.dout, None)
+            out, lse, _ = forward.prepare(spec, operands, options).run(operands)
+            output_gradients = OutputGradients(out, lse, inputs.dout, None)
             with overriding(form.override):
-                back = backward.prepare(spec, given, of_out, options, launch)
-                gradients, record = back.run(given, of_out)
-            self.run = lambda: back.run(given, of_out)
-            self.found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+                back = backward.prepare(spec, operands, output_gradients, options, launch)
+                gradients, record = back.run(operands, output_gradients)
+            self.run = lambda: back.run(operands, output_gradients)
+            self.results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
             reports = list(record.reports())
         device.synchronize()
         self.files = {report.kernel.source.filename for report in reports if report.kernel}

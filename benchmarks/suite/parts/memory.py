@@ -54,7 +54,7 @@ def peaks(context: Context, contender: Contender, case: Case) -> dict[str, int]:
     device = context.device
     inputs = make_inputs(case, device.torch, seed=0)
     prepared = contender.prepare(case, device)
-    found: dict[str, int] = {}
+    bytes_by_metric: dict[str, int] = {}
     for metric in ("forward", "both"):
         if metric not in prepared.passes:
             continue
@@ -69,5 +69,5 @@ def peaks(context: Context, contender: Contender, case: Case) -> dict[str, int]:
             device.synchronize()
             del out
             if turn:
-                found[metric] = device.peak_bytes() - before
-    return found
+                bytes_by_metric[metric] = device.peak_bytes() - before
+    return bytes_by_metric

@@ -43,9 +43,9 @@ class Backend:
     Attributes:
         implementation: its name as `attn_implementation` of a configuration.
         package: the name under which its version is installed.
-        lacks: what it cannot compute, in the words of `Problem.needs`; releases of transformers
-            differ in whether they refuse it or leave it out.
-        seconds: left below which it is not begun on a GPU: it may have to compile.
+        lacks: the features that it cannot compute, in the words of `Problem.needs`; releases
+            of transformers differ in whether they refuse it or leave it out.
+        seconds: the remaining time below which it is not begun on a GPU: it may have to compile.
     """
 
     name: str
@@ -99,7 +99,7 @@ def register() -> None:
 def _entered(
     context: Context, problem: Problem, backend: Backend, references: dict[Problem, Result | None]
 ) -> None:
-    """One row, or a line of what was left out."""
+    """One row, or a line that says that it was left out."""
     journal, step = context.journal, f"{problem.name}, {backend.name}"
     if journal.done(step):
         return
@@ -133,7 +133,7 @@ def _reference(context: Context, problem: Problem) -> Result | None:
     if (lost := context.journal.lost(step)) is not None:
         context.journal.failed(f"{step} crashed: {lost}")
         return None
-    known = context.journal.done(step)
+    is_done = context.journal.done(step)
     with context.journal.step(step):
         try:
             result = run_problem(problem, REFERENCE.implementation, context.device, context.budget)
@@ -143,7 +143,7 @@ def _reference(context: Context, problem: Problem) -> Result | None:
             context.usable()
             context.journal.failed(f"{step}: {first_line(error)}")
             return None
-        if not known:
+        if not is_done:
             row = _row(problem, REFERENCE, result) | {"status": "ok", "note": "not timed"}
             context.writer.models([row])
     return result
@@ -167,8 +167,8 @@ def _measured(context: Context, problem: Problem, backend: Backend, reference: R
         if ours:
             context.journal.failed(f"{step}: {note}")
             return _row(problem, backend) | {"status": "error", "note": note}
-        known = isinstance(error, (ImportError, NotImplementedError, ValueError))
-        status = "unsupported" if known else "refused"
+        is_expected = isinstance(error, (ImportError, NotImplementedError, ValueError))
+        status = "unsupported" if is_expected else "refused"
         return _row(problem, backend) | {"status": status, "note": note}
     row = _row(problem, backend, result)
     verdict = verdict_on(problem, result, reference)
@@ -236,8 +236,8 @@ def kernels() -> str:
     """Where the last calls of flashgen's operators ran, for a note."""
     from flashgen.integrations import transformers as integration
 
-    found = {op.report.backend for op in integration.operators() if op.report is not None}
-    return f"; ran on {', '.join(sorted(found))}"
+    backends = {op.report.backend for op in integration.operators() if op.report is not None}
+    return f"; ran on {', '.join(sorted(backends))}"
 
 
 def _row(problem: Problem, backend: Backend, result: Result | None = None) -> Row:

@@ -57,13 +57,13 @@ def modes(
 ) -> dict[str, Callable[[], object]]:
     q, k, v = learnt
     plain = [tensor.detach() for tensor in learnt]
-    found: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "no gradients": lambda: prepared.attend(*plain),
         "forward": lambda: prepared.attend(q, k, v),
     }
     if "both" in prepared.passes:
-        found["both"] = lambda: torch.autograd.grad(prepared.attend(q, k, v), (q, k, v), dout)
-    return found
+        calls["both"] = lambda: torch.autograd.grad(prepared.attend(q, k, v), (q, k, v), dout)
+    return calls
 
 
 def host_us(

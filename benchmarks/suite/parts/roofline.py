@@ -47,8 +47,8 @@ def _family(context: Context, family: str, *, counted: bool) -> None:
     if not counted:
         return
     options = [word for section in SECTIONS for word in ("--section", section)]
-    found = ncu.pages(context, family, ncu.OURS, options, program("gpu", arguments))
-    for row in ncu.raw(found.get("raw", "")):
+    texts = ncu.pages(context, family, ncu.OURS, options, program("gpu", arguments))
+    for row in ncu.raw(texts.get("raw", "")):
         kernel = row.pop("kernel")
         for metric, (value, unit) in row.items():
             context.writer.measure(kernel, metric, value, unit, "ncu", setting)
@@ -75,5 +75,5 @@ def emulated(context: Context, arguments: tuple[str, ...]) -> list[dict[str, Any
     if ended.code:
         context.journal.failed(f"emulator, {arguments[1]}: {ended.reason}: {text[-400:]}")
         return []
-    found: list[dict[str, Any]] = json.loads(text.strip().splitlines()[-1])
-    return found
+    counts: list[dict[str, Any]] = json.loads(text.strip().splitlines()[-1])
+    return counts

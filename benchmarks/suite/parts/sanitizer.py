@@ -63,10 +63,10 @@ def run(context: Context) -> None:
 
 def _tool(context: Context) -> str | None:
     """The path of the tool; its absence on a GPU is noted."""
-    found = shutil.which("compute-sanitizer")
-    if found is None and context.device.kind == "gpu":
+    path = shutil.which("compute-sanitizer")
+    if path is None and context.device.kind == "gpu":
         context.journal.skipped("compute-sanitizer is not installed")
-    return found
+    return path
 
 
 def _step(
@@ -104,20 +104,20 @@ def _checked(
             environment=environment() | UNCACHED,
         )
         text = log.read_text(encoding="utf-8", errors="replace")
-        found = errors_in(text) if on_gpu else ended.code
-        if found is not None or ended.out_of_time:
+        errors = errors_in(text) if on_gpu else ended.code
+        if errors is not None or ended.out_of_time:
             break
     setting = f"tool={tool if on_gpu else 'emulator'} {' '.join(words[1:])}"
-    context.writer.measure(words[0], "errors", found, "", setting, ended.reason)
+    context.writer.measure(words[0], "errors", errors, "", setting, ended.reason)
     if ended.out_of_time:
         context.journal.skipped(f"sanitizer: {step}: more than {LIMIT:.0f} s")
     elif "Device not supported" in text:
         context.journal.skipped(f"sanitizer: {step}: the tool does not support this device")
-    elif ended.code or found != 0 or '"ok": false' in text:
+    elif ended.code or errors != 0 or '"ok": false' in text:
         context.journal.failed(f"sanitizer: {step}: {ended.reason}: {text[-400:]}")
 
 
 def errors_in(text: str) -> int | None:
     """How many errors the tool's last line counts; None when it has none."""
-    found = SUMMARY.findall(text)
-    return int(found[-1][0] or found[-1][1]) if found else None
+    counts = SUMMARY.findall(text)
+    return int(counts[-1][0] or counts[-1][1]) if counts else None

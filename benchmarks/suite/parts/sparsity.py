@@ -43,9 +43,9 @@ def window_of(seq: int, share: float) -> int:
 
     Kept are seq (2 W + 1) - W (W + 1) elements: a parabola in W.
     """
-    wanted = share * seq * seq
-    window = int(seq - 0.5 - math.sqrt(max(0.0, (seq - 0.5) ** 2 - (wanted - seq))))
+    kept_scores = share * seq * seq
+    window = int(seq - 0.5 - math.sqrt(max(0.0, (seq - 0.5) ** 2 - (kept_scores - seq))))
     window = max(0, min(seq - 1, window - 2))
-    while window < seq - 1 and seq * (2 * window + 1) - window * (window + 1) < wanted:
+    while window < seq - 1 and seq * (2 * window + 1) - window * (window + 1) < kept_scores:
         window += 1
     return window

@@ -88,20 +88,20 @@ def _profiled(
         options = [word for section in SECTIONS for word in ("--section", section)]
         options += ["--metrics", ",".join(METRICS)]
         kernels = ncu.OURS if ours else PEER
-        found = ncu.pages(context, name, kernels, options, command, ("source", "raw"))
+        texts = ncu.pages(context, name, kernels, options, command, ("source", "raw"))
     else:
         log = context.work / f"{name}.log"
         ended = watch(command, log=log, budget=context.budget, environment=environment())
         if ended.code:
             context.journal.failed(f"stalls of {name}: {ended.reason}: {tail(log)}")
-        found = {"source": stand_in(folder)}
+        texts = {"source": stand_in(folder)}
     setting = " ".join((contender, *arguments[2:]))
-    for row in ncu.raw(found.get("raw", "")):
+    for row in ncu.raw(texts.get("raw", "")):
         kernel = row.pop("kernel")
         for metric, (value, unit) in row.items():
             context.writer.measure(kernel if ours else PEER, metric, value, unit, setting)
-    for kernel, code in ncu.source(found.get("source", "")):
-        profile = Profile.of(kernel if ours else PEER, code, folder)
+    for kernel, code in ncu.source(texts.get("source", "")):
+        profile = Profile.from_files(kernel if ours else PEER, code, folder)
         if ours and not profile.stages:
             context.journal.skipped(f"stages of {kernel}: nvdisasm was not there to name lines")
         record(context, profile, setting)
@@ -114,8 +114,8 @@ def stand_in(folder: Path) -> str:
         page += [f'"Kernel Name","{kernel.stem}"', '"Address","Source","# Samples","stall_wait"']
         listing, code = kernel.with_suffix(".sass"), ["NOP"]
         if listing.exists():
-            known = sass.instructions(listing.read_text(encoding="utf-8"))
-            code = [f"{each.op} {each.operands}" for each in known]
+            instructions = sass.instructions(listing.read_text(encoding="utf-8"))
+            code = [f"{instruction.op} {instruction.operands}" for instruction in instructions]
         for number, text in enumerate(code):
             page.append(f'"{16 * number:#x}","{text}","{number % 7 + 1}","1"')
     return "\n".join(page)
@@ -138,7 +138,7 @@ class Profile:
     stages: dict[int, str]
 
     @classmethod
-    def of(cls, kernel: str, code: Sequence[Sampled], folder: Path) -> Profile:
+    def from_files(cls, kernel: str, code: Sequence[Sampled], folder: Path) -> Profile:
         """With the text and the listing that `one_kernel` has left in a folder, if it has."""
         text, listing = ((folder / kernel).with_suffix(suffix) for suffix in (".cu", ".sass"))
         if not listing.exists():
@@ -146,19 +146,19 @@ class Profile:
         lines = text.read_text(encoding="utf-8").splitlines()
         marks = ((number, STAGE.match(line)) for number, line in enumerate(lines, 1))
         stages = {number: f"{match[1]}. {match[2]}" for number, match in marks if match}
-        known = sass.instructions(listing.read_text(encoding="utf-8"))
+        instructions = sass.instructions(listing.read_text(encoding="utf-8"))
         # Both are in the order of addresses.
-        places = [
-            next((line for line in each.lines if line >= min(stages)), 0)
-            if each and each.base == sampled.op.split(".")[0]
+        line_numbers = [
+            next((line for line in instruction.lines if line >= min(stages)), 0)
+            if instruction and instruction.base == sampled.op.split(".")[0]
             else 0
-            for sampled, each in zip_longest(code, known[: len(code)])
+            for sampled, instruction in zip_longest(code, instructions[: len(code)])
         ]
-        return cls(kernel, code, places, lines, stages)
+        return cls(kernel, code, line_numbers, lines, stages)
 
     @property
     def samples(self) -> float:
-        return sum(each.samples for each in self.code)
+        return sum(sampled.samples for sampled in self.code)
 
     def stage(self, line: int) -> str:
         before = [first for first in self.stages if first <= line]
@@ -169,16 +169,16 @@ class Profile:
         return self.stage(line).split(".")[0]
 
     def by_stage(self) -> dict[str, list[Sampled]]:
-        found: dict[str, list[Sampled]] = {name: [] for name in self.stages.values()}
-        for each, line in zip(self.code, self.lines, strict=True):
-            found.setdefault(self.stage(line), []).append(each)
-        return found
+        code_by_stage: dict[str, list[Sampled]] = {name: [] for name in self.stages.values()}
+        for sampled, line in zip(self.code, self.lines, strict=True):
+            code_by_stage.setdefault(self.stage(line), []).append(sampled)
+        return code_by_stage
 
     def by_line(self) -> dict[int, list[Sampled]]:
-        found: dict[int, list[Sampled]] = {}
-        for each, line in zip(self.code, self.lines, strict=True):
-            found.setdefault(line, []).append(each)
-        return dict(sorted(found.items()))
+        code_by_line: dict[int, list[Sampled]] = {}
+        for sampled, line in zip(self.code, self.lines, strict=True):
+            code_by_line.setdefault(line, []).append(sampled)
+        return dict(sorted(code_by_line.items()))
 
 
 def record(context: Context, profile: Profile, setting: str) -> None:
@@ -206,23 +206,24 @@ def table(profile: Profile, setting: str) -> Iterator[str]:
         for line, code in profile.by_line().items():
             if line and (count := total_of(code)):
                 text = profile.text[line - 1].strip()
-                place = f"{line:>5}  {profile.number(line):<5}"
-                yield f"{count:>7.0f} {count / whole:>6.1%} {place}  {text}  // {most(code)}"
+                location = f"{line:>5}  {profile.number(line):<5}"
+                yield f"{count:>7.0f} {count / whole:>6.1%} {location}  {text}  // {most(code)}"
     yield " number samples  share    executed  line  stage"
-    for number, (each, line) in enumerate(zip(profile.code, profile.lines, strict=True)):
+    for number, (sampled, line) in enumerate(zip(profile.code, profile.lines, strict=True)):
         yield (
-            f"{number:>7} {each.samples:>7.0f} {each.samples / whole:>6.1%} {each.executed:>11.0f} "
-            f"{line or '':>5}  {profile.number(line):<5}  {each.text:<70} {most([each])}"
+            f"{number:>7} {sampled.samples:>7.0f} {sampled.samples / whole:>6.1%} "
+            f"{sampled.executed:>11.0f} {line or '':>5}  {profile.number(line):<5}  "
+            f"{sampled.text:<70} {most([sampled])}"
         ).rstrip()
 
 
 def total(code: Iterable[Sampled]) -> Counter[str]:
     """Samples by reason."""
-    return sum((each.stalls for each in code), Counter())
+    return sum((sampled.stalls for sampled in code), Counter())
 
 
 def total_of(code: Iterable[Sampled]) -> float:
-    return sum(each.samples for each in code)
+    return sum(sampled.samples for sampled in code)
 
 
 def most(code: Sequence[Sampled]) -> str:

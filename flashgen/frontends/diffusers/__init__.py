@@ -56,8 +56,8 @@ def register(name: str = NAME, spec: AttentionSpec | None = None, **captured: An
 
     dispatcher.check()
     if not isinstance(name, str):
-        what, given = "a backend has a name, the first argument", f"given a {type(name).__name__}"
-        _refuse(what, "name", given, 'register("near", spec)')
+        what, numbers = "a backend has a name, the first argument", f"given a {type(name).__name__}"
+        _refuse(what, "name", numbers, 'register("near", spec)')
     if not name.isidentifier() or name != name.lower():
         _refuse("diffusers has names of lower case for backends", "name", repr(name), NAME)
     if name in dispatcher.names() and name not in backends:
@@ -79,9 +79,9 @@ def unregister(name: str = NAME) -> None:
     """
     backends = _registered()
     if name not in backends:
-        given = f"{name!r}; registered: {', '.join(map(repr, backends)) or 'none'}"
+        numbers = f"{name!r}; registered: {', '.join(map(repr, backends)) or 'none'}"
         _refuse(
-            "flashgen has registered no backend of this name", "name", given, "register() first"
+            "flashgen has registered no backend of this name", "name", numbers, "register() first"
         )
     from flashgen.frontends.diffusers import dispatcher
 
@@ -109,8 +109,8 @@ def _registered() -> dict[str, Any]:
 
 def _checked(spec: object, captured: dict[str, Any]) -> AttentionSpec:
     if not isinstance(spec, AttentionSpec):
-        given = f"given a {type(spec).__name__}"
-        _refuse("a backend computes an AttentionSpec", "spec", given, "fg.AttentionSpec(...)")
+        numbers = f"given a {type(spec).__name__}"
+        _refuse("a backend computes an AttentionSpec", "spec", numbers, "fg.AttentionSpec(...)")
     assert isinstance(spec, AttentionSpec)
     if spec.packed or spec.paged:
         kind = "packed" if spec.packed else "paged"
@@ -120,7 +120,10 @@ def _checked(spec: object, captured: dict[str, Any]) -> AttentionSpec:
             f"{kind}=True",
             f"the spec without {kind}",
         )
-    needed = {*(each.name for each in spec.tensors), *(each.name for each in spec.scalars)}
+    needed = {
+        *(capture.name for capture in spec.tensors),
+        *(capture.name for capture in spec.scalars),
+    }
     if "attn_mask" in needed:
         way_out = "another name, such as bias"
         _refuse("a call's own mask has this name", "spec", "captures attn_mask", way_out)

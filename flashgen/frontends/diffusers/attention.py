@@ -156,12 +156,12 @@ def _operator_name(backend: str, kind: tuple[Any, ...]) -> str:
     Raises:
         InputError: no spec can have these options, such as a head dim above 576.
     """
-    found, key = backends[backend], Kind(*kind)
-    if key not in found.names:
-        made = attention(_spec(found, key))
-        setattr(found.operators, made.name, made)
-        found.names[key] = made.name
-    return found.names[key]
+    registered, key = backends[backend], Kind(*kind)
+    if key not in registered.names:
+        operator = attention(_spec(registered, key))
+        setattr(registered.operators, operator.name, operator)
+        registered.names[key] = operator.name
+    return registered.names[key]
 
 
 # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
@@ -185,10 +185,10 @@ def _spec(backend: Backend, kind: Kind) -> AttentionSpec:
         parts.append(mask.name)
 
     def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        kept = masks[0](b, h, q, k)
-        for each in masks[1:]:
-            kept = kept & each(b, h, q, k)
-        return kept
+        keeps = masks[0](b, h, q, k)
+        for mask in masks[1:]:
+            keeps = keeps & mask(b, h, q, k)
+        return keeps
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if spec.score_mod is not None:

@@ -12,7 +12,7 @@ from flashgen.calls.runtime.arguments.options import state_of
 from flashgen.calls.runtime.arguments.refusals import untraced
 from flashgen.frontends.distributed import gathered as all_gather
 from flashgen.frontends.distributed import passes, ring
-from flashgen.frontends.distributed.checks import Asked, Divided, checked, compare, leave_refusal
+from flashgen.frontends.distributed.checks import Divided, Request, checked, compare, leave_refusal
 from flashgen.frontends.distributed.context import Context, context_of
 from flashgen.frontends.distributed.exchange import WHERE, Exchange, group_of
 from flashgen.frontends.distributed.first_derivatives import FirstDerivative, first_only
@@ -109,13 +109,15 @@ def attention(
     part = {"h_offset": h_offset, "whole": whole}
     divided = Divided(method, shard, sharded, reduce_learned)
     try:
-        asked = checked(exchange, op, (q, k, v, rng), options, captures, divided, part, return_lse)
+        request = checked(
+            exchange, op, (q, k, v, rng), options, captures, divided, part, return_lse
+        )
     except Exception as error:
         leave_refusal(exchange, error)
         raise
-    compare(exchange, asked.op.spec, asked.facts)
-    op, options, captures, rng = asked.op, asked.options, asked.captures, asked.rng
-    for name, (dim, sharding) in asked.sharded.items():
+    compare(exchange, request.op.spec, request.descriptions)
+    op, options, captures, rng = request.op, request.options, request.captures, request.rng
+    for name, (dim, sharding) in request.sharded.items():
         captures[name] = gathered(exchange, captures[name], dim, sharding)
     draws = RANDOM_STATE in captures
     if (options.dropout_p or draws) and rng is not None:
@@ -123,15 +125,15 @@ def attention(
         exchange.from_first(rng, "seed and offset of random numbers")
         if draws:
             captures[RANDOM_STATE] = state_of(rng, q)
-    summed = frozenset(captures if reduce_learned else asked.sharded)
+    summed = frozenset(captures if reduce_learned else request.sharded)
     numbers = {name: x for name, x in options._asdict().items() if name != "scalars"} | {"rng": rng}
-    if exchange.world == 1 and asked.queries.in_order and asked.keys.in_order:
+    if exchange.world == 1 and request.queries.in_order and request.keys.in_order:
         attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = op
         return attend(q, k, v, return_lse=return_lse, **numbers | part, **captures)
     if method == "all_to_all":
-        result = _by_heads(exchange, asked, (q, k, v), numbers, summed)
+        result = _by_heads(exchange, request, (q, k, v), numbers, summed)
     else:
-        context = context_of(exchange, asked, q, summed)
+        context = context_of(exchange, request, q, summed)
         tensors = [captures[name] for name in context.names]
         drops = rng if op.spec.dropout else None
         result = _Attend.apply(_STEPS[method], context, q, k, v, drops, *tensors)  # type: ignore[no-untyped-call]
@@ -172,33 +174,33 @@ class _Attend(FirstDerivative):
 
 def _by_heads(
     exchange: Exchange,
-    asked: Asked,
+    request: Request,
     operands: tuple[Tensor, Tensor, Tensor],
     numbers: dict[str, Any],
     summed: frozenset[str],
 ) -> tuple[Tensor, Tensor]:
     """The method "all_to_all"; ``numbers`` are keyword arguments of the rank's call."""
-    one = asked.whole
-    first = one.first_head + exchange.rank * (one.heads_q // exchange.world)
-    shardings = asked.queries, asked.keys, asked.keys
+    whole = request.whole
+    first_head = whole.first_head + exchange.rank * (whole.heads_q // exchange.world)
+    shardings = request.queries, request.keys, request.keys
     q, k, v = (
         Exchanged.apply(exchange, sharding, True, x)  # type: ignore[no-untyped-call]
         for x, sharding in zip(operands, shardings, strict=True)
     )
-    given = {
-        name: Replicated.apply(exchange, asked.options.deterministic, x)  # type: ignore[no-untyped-call]
+    captures = {
+        name: Replicated.apply(exchange, request.options.deterministic, x)  # type: ignore[no-untyped-call]
         if name in summed and isinstance(x, Tensor) and x.requires_grad
         else x
-        for name, x in asked.captures.items()
+        for name, x in request.captures.items()
     }
-    place = {"h_offset": first, "whole": {"heads": one.heads}}
-    if not asked.op.spec.is_softmax:
-        out = asked.op(q, k, v, return_lse=False, **place, **numbers, **given)
-        out = Exchanged.apply(exchange, asked.queries, False, out)  # type: ignore[no-untyped-call]
+    part = {"h_offset": first_head, "whole": {"heads": whole.heads}}
+    if not request.op.spec.is_softmax:
+        out = request.op(q, k, v, return_lse=False, **part, **numbers, **captures)
+        out = Exchanged.apply(exchange, request.queries, False, out)  # type: ignore[no-untyped-call]
         return out, out.new_zeros(())
-    out, lse = asked.op(q, k, v, return_lse=True, **place, **numbers, **given)
+    out, lse = request.op(q, k, v, return_lse=True, **part, **numbers, **captures)
     results = (
-        Exchanged.apply(exchange, asked.queries, False, x)  # type: ignore[no-untyped-call]
+        Exchanged.apply(exchange, request.queries, False, x)  # type: ignore[no-untyped-call]
         for x in (out, lse[..., None])
     )
     out, lse = results

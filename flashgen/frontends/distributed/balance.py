@@ -91,18 +91,20 @@ def balance(
     """
     where = "flashgen.distributed.balance"
     check_sizes(where, spec, seq=seq, world=world, batch=batch, heads=heads, tile=tile)
-    live = live_tiles(spec, seq, (batch, heads), tile, *known(spec, seq, (batch, heads), captures))
+    live = live_tiles(
+        spec, seq, (batch, heads), tile, *mask_inputs(spec, seq, (batch, heads), captures)
+    )
     lengths = [min(tile, seq - start) for start in range(0, seq, tile)]
     rows = np.repeat(live.sum(axis=1).astype(float), lengths)  # for each position of a query
     best: Assignment | None = None
-    each = 1
-    while each <= MOST_CHUNKS and seq % (world * each) == 0:
-        found = _dealt(rows, seq, world, each, tile)
-        if best is None or found.largest_over_mean < best.largest_over_mean - 1e-9:
-            best = found
+    chunks_per_rank = 1
+    while chunks_per_rank <= MOST_CHUNKS and seq % (world * chunks_per_rank) == 0:
+        assignment = _dealt(rows, seq, world, chunks_per_rank, tile)
+        if best is None or assignment.largest_over_mean < best.largest_over_mean - 1e-9:
+            best = assignment
         if best.largest_over_mean <= ENOUGH:
             break
-        each *= 2
+        chunks_per_rank *= 2
     assert best is not None, "one chunk per rank is always possible"
     return best
 
@@ -110,19 +112,19 @@ def balance(
 def check_sizes(where: str, spec: Any, *, seq: Any, world: Any, **sizes: Any) -> None:
     """Refuses what is no spec, sizes that are not 1 or more, and sequences that are not divided."""
     if not isinstance(spec, AttentionSpec):
-        given, way_out = f"given {spec!r:.200}", "fg.AttentionSpec(mask_mod, head_dim=64)"
-        refuse("no spec is given", "spec", given, way_out, where)
+        spec_text, way_out = f"given {spec!r:.200}", "fg.AttentionSpec(mask_mod, head_dim=64)"
+        refuse("no spec is given", "spec", spec_text, way_out, where)
     for name, value in {"seq": seq, "world": world, **sizes}.items():
         if (whole_number(value) or 0) < 1:
             what = f"{name} is not a whole number of 1 or more"
             refuse(what, name, f"given {value!r:.200}", f"{name}=1, or a larger int", where)
     if seq % world:
         padded = -(-seq // (2 * world)) * 2 * world
-        what, numbers = "the sequence is divided into chunks of equal length", f"seq {seq}"
-        refuse(what, "seq", f"{numbers}, world {world}", f"a sequence padded to {padded}", where)
+        what, length = "the sequence is divided into chunks of equal length", f"seq {seq}"
+        refuse(what, "seq", f"{length}, world {world}", f"a sequence padded to {padded}", where)
 
 
-def known(
+def mask_inputs(
     spec: AttentionSpec, seq: int, others: tuple[int, int], captures: Mapping[str, Any]
 ) -> tuple[dict[str, Number], dict[str, torch.Tensor]]:
     """The scalars, and the captured tensors on which the live tiles depend, by name.
@@ -138,11 +140,13 @@ def known(
     read = {t.name for t in spec.tensors if t.symbol in spec.mask.free_symbols}
     read |= {*BOUNDARIES, LAYOUT}
     used = tuple(t for t in signature.tensors if t.name in read or t.name in captures)
-    for name in [each.name for each in signature.scalars] + [each.name for each in used]:
+    for name in [capture.name for capture in signature.scalars] + [
+        capture.name for capture in used
+    ]:
         if name not in captures:
-            given = f"given: {', '.join(captures) or 'none'}"
+            numbers = f"given: {', '.join(captures) or 'none'}"
             what = f"{name!r} of spec {spec.name} is missing"
-            refuse(what, name, given, f"{name}=...", "flashgen.distributed.balance")
+            refuse(what, name, numbers, f"{name}=...", "flashgen.distributed.balance")
     part = replace(signature, tensors=used)
     tensors = {t.name: captures[t.name] for t in used}
     values = tuple(tensors.values())
@@ -174,24 +178,28 @@ def live_tiles(
     sizes = (*others, seq, seq)
     sequences = len(tensors[BOUNDARIES[0]]) if spec.packed else 1
     step = max(1, min(64, 2**27 // (len(tiles) * sequences)))  # bounds the memory
-    some = (tiles[n : n + step] for n in range(0, len(tiles), step))
-    return np.concatenate([reached(spec, each, tiles, sizes, scalars, tensors) for each in some])
+    tile_groups = (tiles[n : n + step] for n in range(0, len(tiles), step))
+    return np.concatenate(
+        [reached(spec, query_tiles, tiles, sizes, scalars, tensors) for query_tiles in tile_groups]
+    )
 
 
 def _dealt(
-    rows: np.ndarray[Any, np.dtype[Any]], seq: int, world: int, each: int, tile: int
+    rows: np.ndarray[Any, np.dtype[Any]], seq: int, world: int, chunks_per_rank: int, tile: int
 ) -> Assignment:
-    size = seq // (world * each)
-    work = rows.reshape(world * each, size).sum(axis=1)
+    size = seq // (world * chunks_per_rank)
+    work = rows.reshape(world * chunks_per_rank, size).sum(axis=1)
     loads, chosen = [0.0] * world, [[] for _ in range(world)]  # type: list[float], list[list[int]]
     for number in np.argsort(-work, kind="stable").tolist():
-        open_ranks = [rank for rank in range(world) if len(chosen[rank]) < each]
+        open_ranks = [rank for rank in range(world) if len(chosen[rank]) < chunks_per_rank]
         rank = min(open_ranks, key=lambda rank: loads[rank])
         loads[rank] += float(work[number])
         chosen[rank].append(number)
     total = sum(loads) or 1.0
     return Assignment(
-        tuple(tuple(range(n * size, (n + 1) * size) for n in sorted(each)) for each in chosen),
+        tuple(
+            tuple(range(n * size, (n + 1) * size) for n in sorted(numbers)) for numbers in chosen
+        ),
         tuple(load / total for load in loads),
         tile,
     )

@@ -34,7 +34,11 @@ from flashgen.calls.runtime.block_layouts import with_layout
 from flashgen.calls.runtime.programs import SpecProgram, Variant, program_of
 from flashgen.frontends.distributed.exchange import REFUSAL, WHERE, Exchange, refuse
 from flashgen.frontends.distributed.reach import decisive
-from flashgen.frontends.distributed.sharded_tensors import check_local, check_sharded, of_length
+from flashgen.frontends.distributed.sharded_tensors import (
+    check_local,
+    check_sharded,
+    zeros_of_length,
+)
 from flashgen.frontends.distributed.sharding import Sharding, check_method, sharding_of
 from flashgen.shared.arch import facts as facts_of
 from flashgen.shared.call import CallOptions, CheckedCall, Operands
@@ -49,18 +53,18 @@ from flashgen.spec.language.symbols import SEQ_K, SEQ_Q
 Tensor = torch.Tensor
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What a call asks for, checked on this rank.
 
     Attributes:
         op: for the dtype of q.
-        queries, keys: who holds which positions, from 0 on.
+        queries, keys: the positions that each rank has, from 0 on.
         whole: the sizes and the numbers of one call on the whole.
         options: of that call, without scalars.
         captures: the scalars and the captured tensors by name, as the spec declares them.
-        sharded: the dimension along which captured tensors are divided, and like what.
+        sharded: the dimension along which each divided captured tensor is divided, and how.
         rng: seed and offset of random numbers; None where there are none.
-        facts: in words, what all ranks have to ask for.
+        descriptions: in words, the arguments that all ranks have to give alike, by name.
     """
 
     op: Attention
@@ -71,7 +75,7 @@ class Asked(NamedTuple):
     captures: dict[str, Any]
     sharded: dict[str, tuple[int, Sharding]]
     rng: Tensor | None
-    facts: dict[str, str]
+    descriptions: dict[str, str]
 
 
 class Divided(NamedTuple):
@@ -92,7 +96,7 @@ def checked(
     divided: Divided,
     part: Mapping[str, Any],
     return_lse: Any,
-) -> Asked:
+) -> Request:
     """Checks the arguments of `flashgen.distributed.attention` on this rank.
 
     Args:
@@ -133,26 +137,28 @@ def checked(
     if options.dropout_p and rng is None:
         rng = draw_rng(options.dropout_p, q.device)
     if options.dropout_p and method != "all_to_all":
-        _check_blocks(op.spec, options, (queries.moved(q_offset), keys.moved(k_offset)))
+        _check_blocks(op.spec, options, (queries.shifted(q_offset), keys.shifted(k_offset)))
     # As one device would have them: the checks read shapes, and the values of what is not divided.
     lengths = queries.length, keys.length, keys.length
-    q, k, v = (of_length(x, 2, length) for x, length in zip((q, k, v), lengths, strict=True))
-    given = {n: of_length(captures[n], dim, s.length) for n, (dim, s) in sharded.items()}
+    q, k, v = (zeros_of_length(x, 2, length) for x, length in zip((q, k, v), lengths, strict=True))
+    zeros = {n: zeros_of_length(captures[n], dim, s.length) for n, (dim, s) in sharded.items()}
     call = Call.of(
         program,
         lambda *fields: program_of(program.variant(Variant(*fields))),
         Operands(q, k, v, (), rng),
         options,
-        {**captures, **given},
+        {**captures, **zeros},
         **part,
     )
     signature = call.program.signature
-    one = check(signature, call.operands, call.options)
-    of_call = [tensor.name for tensor in signature.tensors]
-    check_contents(signature, dict(zip(of_call, call.operands.captured, strict=True)), one, k)
+    whole = check(signature, call.operands, call.options)
+    captured_names = [tensor.name for tensor in signature.tensors]
+    check_contents(
+        signature, dict(zip(captured_names, call.operands.captured, strict=True)), whole, k
+    )
     facts_of(call.program.target(options.backend, options.arch, q.device).arch)
-    asked = Asked(op, queries, keys, one, options, captures, sharded, rng, {})
-    return asked._replace(facts=_facts(exchange, asked, divided, by_name))
+    request = Request(op, queries, keys, whole, options, captures, sharded, rng, {})
+    return request._replace(descriptions=_descriptions(exchange, request, divided, by_name))
 
 
 def _check_switches(op: Any, captures: Mapping[str, Any], divided: Divided, lse: Any) -> None:
@@ -168,16 +174,16 @@ def _check_switches(op: Any, captures: Mapping[str, Any], divided: Divided, lse:
             "return_lse=True; or flashgen.attention on all keys, which method='all_to_all' divides "
             "by heads",
         )
-    given = divided.reduce_learned
-    if type(given) is not bool:
-        what, numbers = "reduce_learned is neither True nor False", f"given {given!r:.200}"
+    reduce_learned = divided.reduce_learned
+    if type(reduce_learned) is not bool:
+        what, numbers = "reduce_learned is neither True nor False", f"given {reduce_learned!r:.200}"
         refuse(what, "reduce_learned", numbers, "reduce_learned=False beside FSDP or DDP")
 
 
 def _check_shares(
     exchange: Exchange, method: str, shardings: tuple[Sharding, Sharding], q: Tensor, k: Tensor
 ) -> None:
-    """Refuses operands that are not what this rank has of a divided call."""
+    """Refuses operands that are not this rank's part of a divided call."""
     for name, sharding, x in zip("qk", shardings, (q, k), strict=True):
         if x.shape[2] != (rows := sharding.rows(exchange.rank)):
             refuse(
@@ -195,24 +201,24 @@ def _check_shares(
         )
 
 
-def _facts(
-    exchange: Exchange, asked: Asked, divided: Divided, operands: dict[str, Tensor]
+def _descriptions(
+    exchange: Exchange, request: Request, divided: Divided, operands: dict[str, Tensor]
 ) -> dict[str, str]:
-    """What all ranks have to ask for, in words; ``operands``: q, k and v of this rank."""
-    shard, whole = divided.shard, asked.whole
-    dims = {name: dim for name, (dim, _) in asked.sharded.items()} | dict.fromkeys("qkv", 2)
-    described = {n: _described(x, dims.get(n)) for n, x in (operands | asked.captures).items()}
+    """`Request.descriptions`; ``operands``: q, k and v of this rank."""
+    shard, whole = divided.shard, request.whole
+    dims = {name: dim for name, (dim, _) in request.sharded.items()} | dict.fromkeys("qkv", 2)
+    described = {n: _described(x, dims.get(n)) for n, x in (operands | request.captures).items()}
     if exchange.world > 1 and exchange.device == "cpu":
         # Ranks that decide what travels by different contents would wait for one another.
-        for name in (decisive(asked.op.spec) & asked.captures.keys()) - asked.sharded.keys():
-            described[name] += f", of contents {_contents(asked.captures[name])}"
-    held = [str(sharding.rows(exchange.rank)) for sharding in (asked.queries, asked.keys)]
-    options = asked.options._asdict()
+        for name in (decisive(request.op.spec) & request.captures.keys()) - request.sharded.keys():
+            described[name] += f", of contents {_contents(request.captures[name])}"
+    row_counts = [str(sharding.rows(exchange.rank)) for sharding in (request.queries, request.keys)]
+    options = request.options._asdict()
     return {
         "method": divided.method,
-        "shard": shard if isinstance(shard, str) else str(asked.keys.of_rank),
+        "shard": shard if isinstance(shard, str) else str(request.keys.chunks_by_rank),
         # Those of a list of chunks may differ.
-        **({_ROWS: ", ".join(held)} if isinstance(shard, str) else {}),
+        **({_ROWS: ", ".join(row_counts)} if isinstance(shard, str) else {}),
         "reduce_learned": str(divided.reduce_learned),
         **{name: str(value) for name, value in options.items() if name != "scalars"},
         "heads": f"{whole.first_head} of {whole.heads}",
@@ -221,18 +227,18 @@ def _facts(
 
 
 def _check_kinds(op: Any, operands: Mapping[str, Any]) -> None:
-    """Refuses what is no operator, and operands that have no rows to compare with the chunks."""
+    """Refuses objects that are no operator, and operands without rows to compare with chunks."""
     if not isinstance(op, Attention) or not isinstance(op.spec, AttentionSpec):
         refuse("no operator of a spec is given", "op", f"{op!r:.200}", "fg.attention(spec)")
     for name, x in operands.items():
         if not isinstance(x, Tensor) or x.dim() != 4:
-            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            numbers = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             axes = "[batch, heads, own rows, head_dim]"
-            refuse(f"{name} is not a tensor of 4 dimensions", name, given, f"a tensor {axes}")
+            refuse(f"{name} is not a tensor of 4 dimensions", name, numbers, f"a tensor {axes}")
 
 
 def _check_spec(spec: AttentionSpec, method: str, whole: Any) -> None:
-    """Refuses what cannot be computed on parts."""
+    """Refuses specs that cannot be computed on parts."""
     if whole is not None and not (isinstance(whole, Mapping) and set(whole) == {"heads"}):
         refuse(
             "the lengths of the whole follow from the chunks",
@@ -262,12 +268,12 @@ def _check_spec(spec: AttentionSpec, method: str, whole: Any) -> None:
             f"spec.replace(shared_kv=False), and kv[..., :{spec.head_dim_v}] as v: gradients add",
         )
     read = {SEQ_Q: "fg.seq_q", SEQ_K: "fg.seq_k"}
-    found = [read[s] for s in spec.mask.free_symbols | spec.score.free_symbols if s in read]
-    if found and spec.packed and method != "all_to_all":
+    lengths_read = [read[s] for s in spec.mask.free_symbols | spec.score.free_symbols if s in read]
+    if lengths_read and spec.packed and method != "all_to_all":
         refuse(
             "a call on a part of a packed sequence does not know its length, which the spec reads",
             "op",
-            f"spec {spec.name} reads {', '.join(sorted(found))}",
+            f"spec {spec.name} reads {', '.join(sorted(lengths_read))}",
             'method="all_to_all"',
         )
 
@@ -364,14 +370,14 @@ _agreed: WeakKeyDictionary[Any, set[bytes]] = WeakKeyDictionary()
 
 
 def leave_refusal(exchange: Exchange, error: Exception) -> None:
-    """Tells ranks that compare their calls with this rank's what is wrong with its own."""
+    """Tells the ranks that compare their calls with this rank's call what is wrong with it."""
     parts = [str(error)]
     if isinstance(error, FlashgenError):
         parts = [error.what, error.where, error.numbers]
     exchange.leave_note(REFUSAL + "; ".join(parts).encode(errors="replace"), _STEP)
 
 
-def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -> None:
+def compare(exchange: Exchange, spec: AttentionSpec, descriptions: Mapping[str, str]) -> None:
     """Compares the call with those of the other ranks.
 
     On GPUs this is once for each kind of call, because the host has to wait for what it reads.
@@ -380,10 +386,10 @@ def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -
         InputError: the ranks ask for different things, or a rank has refused its arguments.
         DistributedError: a rank has ended, or the time limit of the group has passed.
     """
-    said = hashlib.sha256(repr((spec.digest, facts)).encode()).hexdigest().encode()
-    if exchange.world == 1 or said in _agreed.get(exchange.group, ()):
+    digest = hashlib.sha256(repr((spec.digest, descriptions)).encode()).hexdigest().encode()
+    if exchange.world == 1 or digest in _agreed.get(exchange.group, ()):
         return
-    notes = exchange.notes(said, _STEP)
+    notes = exchange.notes(digest, _STEP)
     for rank, note in enumerate(notes):
         if note.startswith(REFUSAL):
             raise InputError(
@@ -392,29 +398,33 @@ def compare(exchange: Exchange, spec: AttentionSpec, facts: Mapping[str, str]) -
                 numbers=f"rank {rank}: {note[len(REFUSAL) :].decode(errors='replace')}",
                 way_out=f"see the error of rank {rank}: the call needs all ranks",
             )
-    if notes != [said] * exchange.world:
-        mine = spec.digest, _parts_of(spec), facts
-        _refuse_difference(exchange.rank, exchange.everyones(mine, _STEP))
+    if notes != [digest] * exchange.world:
+        own_values = spec.digest, _parts_of(spec), descriptions
+        _refuse_difference(exchange.rank, exchange.values_of_ranks(own_values, _STEP))
     if exchange.device == "cuda":
-        _agreed.setdefault(exchange.group, set()).add(said)
+        _agreed.setdefault(exchange.group, set()).add(digest)
 
 
-def _refuse_difference(rank: int, everyone: list[Any]) -> None:
-    digest, *mine = everyone[rank]
-    number = next(n for n, theirs in enumerate(everyone) if theirs != everyone[rank])
-    other_digest, *theirs = everyone[number]
+def _refuse_difference(rank: int, values: list[Any]) -> None:
+    digest, *own_values = values[rank]
+    number = next(n for n, other_values in enumerate(values) if other_values != values[rank])
+    other_digest, *other_values = values[number]
     specs = digest != other_digest
-    own, other = (of[0 if specs else 1] for of in (mine, theirs))
-    differ = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    own_parts, other_parts = (parts[0 if specs else 1] for parts in (own_values, other_values))
+    differ = [
+        name
+        for name in {**own_parts, **other_parts}
+        if own_parts.get(name) != other_parts.get(name)
+    ]
     named = ", ".join(differ) or "their expressions"
     lines = (
         ", ".join(f"{n} {_from_difference(a.get(n, ''), b.get(n, ''))}" for n in differ)
-        for a, b in ((own, other), (other, own))
+        for a, b in ((own_parts, other_parts), (other_parts, own_parts))
     )
     if specs:
         way_out = "the same spec on every rank"
     elif differ == [_ROWS]:
-        way_out = _chunks_of([facts for _, _, facts in everyone])
+        way_out = _chunks_of([descriptions for _, _, descriptions in values])
     else:
         way_out = "the same options, and tensors that belong together, on every rank"
     refuse(
@@ -427,12 +437,14 @@ def _refuse_difference(rank: int, everyone: list[Any]) -> None:
     )
 
 
-def _chunks_of(everyone: list[Mapping[str, str]]) -> str:
-    """How ranks that hold different numbers of rows call."""
-    rows = [facts[_ROWS].split(", ") for facts in everyone]
-    if everyone[0]["shard"] != "contiguous" or any(of_q != of_k for of_q, of_k in rows):
+def _chunks_of(descriptions: list[Mapping[str, str]]) -> str:
+    """The way out where ranks have different numbers of rows."""
+    rows = [by_name[_ROWS].split(", ") for by_name in descriptions]
+    if descriptions[0]["shard"] != "contiguous" or any(
+        query_rows != key_rows for query_rows, key_rows in rows
+    ):
         return "as many rows on every rank, the last ones padding; or a list of chunks as shard"
-    ends = accumulate((int(of_q) for of_q, _ in rows), initial=0)
+    ends = accumulate((int(query_rows) for query_rows, _ in rows), initial=0)
     return f"shard={[[range(*pair)] for pair in pairwise(ends)]}"
 
 
@@ -452,8 +464,11 @@ def _parts_of(spec: AttentionSpec) -> dict[str, str]:
 
 
 def _from_difference(text: str, other: str) -> str:
-    """A text of at most 200 characters, those where it begins to differ among them."""
+    """At most 200 characters of a text, with the first one that differs from the other text."""
     pairs = enumerate(zip(text, other, strict=False))
-    same = next((place for place, (own, their) in pairs if own != their), len(other))
+    same = next(
+        (index for index, (character, other_character) in pairs if character != other_character),
+        len(other),
+    )
     begin = 0 if len(text) <= 200 else max(0, same - 40)
     return ("..." if begin else "") + text[begin : begin + 200]

@@ -15,7 +15,7 @@ from flashgen.calls.ops.registration import operator_of
 from flashgen.calls.runtime.arguments.positions import rows_outside
 from flashgen.calls.runtime.memory_layout import empty_rows
 from flashgen.calls.sinks import Rows, logits_of, rows_at
-from flashgen.frontends.distributed.checks import Asked
+from flashgen.frontends.distributed.checks import Request
 from flashgen.frontends.distributed.exchange import Exchange
 from flashgen.frontends.distributed.part_calls import PartCalls
 from flashgen.frontends.distributed.partial_results import Merged, sink_gradient
@@ -48,7 +48,7 @@ class Context:
         spec: of the call.
         calls: the calls on parts.
         first_head: the number of the first query head of this group.
-        queries, keys: who holds which positions, which begin at the offsets of the call.
+        queries, keys: the positions that each rank has; they begin at the offsets of the call.
         reach: for each chunk of queries and of keys, whether they are computed; bool.
         names: the captured tensors in the order in which calls give them.
         summed: the learned tensors whose gradients are summed over the ranks.
@@ -69,8 +69,8 @@ class Context:
         return self.exchange.rank
 
     @cached_property
-    def mine(self) -> list[tuple[int, slice]]:
-        """This rank's chunks of queries: number, and where they lie among its rows."""
+    def query_chunks(self) -> list[tuple[int, slice]]:
+        """This rank's chunks of queries: the number and the rows of each."""
         queries, rank = self.queries, self.rank
         return list(zip(queries.numbers(rank), queries.slices(rank), strict=True))
 
@@ -101,7 +101,7 @@ class Context:
         """out and lse of a chunk of queries over the keys of ``keys``.
 
         Args:
-            operands: those of the call, with the rows of the chunk as q.
+            operands: the operands of the call, with the rows of the chunk as q.
             keys: its number is that of the first of its chunks.
         """
         out, lse = operator.compute(*self._arguments(operator, operands, number, keys))
@@ -112,9 +112,9 @@ class Context:
     ) -> Gradients:
         """The gradients that a part makes, from the merged results of its rows."""
         operator = self.calls.sinkless
-        given, options = self._arguments(operator, operands, number, keys)
-        dq, dk, dv, *learned = operator.compute_backward(given, results, options)
-        names = [operator.tensors[place] for place in operator.learned]
+        part_operands, options = self._arguments(operator, operands, number, keys)
+        dq, dk, dv, *learned = operator.compute_backward(part_operands, results, options)
+        names = [operator.tensors[index] for index in operator.learned]
         return Gradients(dq.float(), dk.float(), dv.float(), dict(zip(names, learned, strict=True)))
 
     def _arguments(
@@ -123,8 +123,8 @@ class Context:
         start = self.keys.chunks[keys.number].start
         rows = self.queries.chunks[number], range(start, start + keys.k.shape[2])
         captured = self.calls.captured(operator, operands, *rows)
-        given = operands._replace(k=keys.k, v=keys.v, captured=captured)
-        return given, self.calls.options_at(*rows)
+        part_operands = operands._replace(k=keys.k, v=keys.v, captured=captured)
+        return part_operands, self.calls.options_at(*rows)
 
     # Results.
 
@@ -140,13 +140,13 @@ class Context:
         if merged.out is None or merged.lse is None:
             rows = q.shape[:3]
             merged.out = empty_rows(q, self.calls.whole.signature.head_dim_v, torch.float32).zero_()
-            of_nothing = self.calls.whole.signature.lse_of_nothing
-            merged.lse = q.new_full(rows, of_nothing, dtype=torch.float32)
+            lse_of_nothing = self.calls.whole.signature.lse_of_nothing
+            merged.lse = q.new_full(rows, lse_of_nothing, dtype=torch.float32)
         captured = dict(zip(self.names, operands.captured, strict=True))
         sink = None
         if self.spec.sink is not None:
-            places = self._rows(q, captured, [self.queries.chunks[number]])
-            sink = logits_of(captured[self.spec.sink.name], self.spec.sink.dims, places)
+            sink_rows = self._rows(q, captured, [self.queries.chunks[number]])
+            sink = logits_of(captured[self.spec.sink.name], self.spec.sink.dims, sink_rows)
         out, lse = merged.result(q.dtype, sink)
         if sink is not None and self.spec.packed:
             # Rows outside all sequences have no sink either.
@@ -157,46 +157,46 @@ class Context:
 
     def _rows(self, q: Tensor, captured: Mapping[str, Tensor], chunks: Sequence[range]) -> Rows:
         """The rows of this rank in some chunks, as mods see them."""
-        places = torch.cat([torch.arange(x.start, x.stop, device=q.device) for x in chunks])
+        positions = torch.cat([torch.arange(x.start, x.stop, device=q.device) for x in chunks])
         ends = captured[BOUNDARIES[0]] if self.spec.packed else None
-        return rows_at(q, self.first_head, places, ends)
+        return rows_at(q, self.first_head, positions, ends)
 
     def learned_gradients(
         self, learned: Mapping[str, Tensor], operands: Operands, results: OutputGradients
     ) -> dict[str, Tensor]:
         """The gradients of learned tensors, those of `summed` over all ranks."""
         operator, sink = self.calls.whole, self.spec.sink
-        names = [operator.tensors[place] for place in operator.learned]
+        names = [operator.tensors[index] for index in operator.learned]
         captured = dict(zip(self.names, operands.captured, strict=True))
         # Every rank takes part in every sum.
         totals = {n: torch.zeros_like(captured[n], dtype=torch.float32) for n in names}
         totals |= {name: total.float().contiguous() for name, total in learned.items()}
         if sink is not None and sink.name in totals:
-            mine = self.queries.of_rank[self.rank]
-            rows = self._rows(results.out, captured, mine)
-            more = sink_gradient(captured[sink.name], sink.dims, rows, results)
-            totals[sink.name] = totals[sink.name] + more
+            query_chunks = self.queries.chunks_by_rank[self.rank]
+            rows = self._rows(results.out, captured, query_chunks)
+            sink_total = sink_gradient(captured[sink.name], sink.dims, rows, results)
+            totals[sink.name] = totals[sink.name] + sink_total
         summed = [totals[name] for name in names if name in self.summed]
         in_order = bool(self.calls.options.deterministic)
         self.exchange.sum(summed, "sums of learned gradients", in_order=in_order)
         return totals
 
 
-def context_of(exchange: Exchange, asked: Asked, q: Tensor, summed: frozenset[str]) -> Context:
-    spec, one, options = asked.op.spec, asked.whole, asked.options
+def context_of(exchange: Exchange, request: Request, q: Tensor, summed: frozenset[str]) -> Context:
+    spec, whole, options = request.op.spec, request.whole, request.options
     operator = operator_of(spec)
-    scalars = {name: asked.captures[name] for name in operator.scalars}
-    tensors = {name: asked.captures[name] for name in operator.tensors}
-    queries = asked.queries.moved(options.q_offset)
-    keys = asked.keys.moved(options.k_offset)
+    scalars = {name: request.captures[name] for name in operator.scalars}
+    tensors = {name: request.captures[name] for name in operator.tensors}
+    queries = request.queries.shifted(options.q_offset)
+    keys = request.keys.shifted(options.k_offset)
     options = options._replace(q_offset=0, k_offset=0, scalars=tuple(scalars.values()))
-    heads = range(one.first_head, one.first_head + one.heads_q)
-    sizes = q.shape[0], one.heads, one.seq_q, one.seq_k
+    heads = range(whole.first_head, whole.first_head + whole.heads_q)
+    sizes = q.shape[0], whole.heads, whole.seq_q, whole.seq_k
     return Context(
         exchange,
         spec,
-        PartCalls.of(spec, one, options, operator.tensors),
-        one.first_head,
+        PartCalls.from_call(spec, whole, options, operator.tensors),
+        whole.first_head,
         queries,
         keys,
         reached(spec, queries.chunks, keys.chunks, sizes, scalars, tensors, heads),
@@ -214,9 +214,9 @@ class Gradients(NamedTuple):
     learned: dict[str, Tensor]
 
 
-def add_learned(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+def add_learned(total: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """Adds gradients of learned tensors in float32."""
-    for name, gradient in more.items():
+    for name, gradient in gradients.items():
         total[name] = total[name] + gradient.float() if name in total else gradient.float()
 
 

@@ -65,10 +65,10 @@ def group_of(group: Any, where: str) -> Any:
         what, numbers, way_out = "a mesh has one dimension here", f"{group}", 'mesh["cp"]'
     else:
         try:
-            found = group.get_group() if hasattr(group, "get_group") else group
-            found = dist.group.WORLD if found is None else found
-            if dist.get_rank(found) >= 0:
-                return found
+            process_group = group.get_group() if hasattr(group, "get_group") else group
+            process_group = dist.group.WORLD if process_group is None else process_group
+            if dist.get_rank(process_group) >= 0:
+                return process_group
         except (RuntimeError, ValueError, TypeError):
             pass  # what is no group
         what = "this rank has no such group"
@@ -100,8 +100,8 @@ class Pending:
             DistributedError: a peer is gone, or the time limit of the group has passed.
         """
         self.exchange.pending.remove(self)
-        for work, what in self.works:
-            with self.exchange.naming(self.step, what):
+        for work, description in self.works:
+            with self.exchange.naming(self.step, description):
                 work.wait()
 
 
@@ -110,7 +110,7 @@ class Exchange:
 
     Attributes:
         device: "cuda" where the group sends tensors on GPUs, else "cpu".
-        pending: what has been started and nobody has waited for.
+        pending: the transfers that have been started and nobody has waited for.
     """
 
     def __init__(self, group: Any) -> None:
@@ -122,7 +122,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """Waits for transfers before an error passes: those that are dropped jam a group."""
+        """Waits for transfers before an error passes: dropped transfers jam a group."""
         try:
             yield
         except DistributedError:
@@ -134,7 +134,7 @@ class Exchange:
             raise
 
     @contextlib.contextmanager
-    def naming(self, step: str, what: str) -> Iterator[None]:
+    def naming(self, step: str, description: str) -> Iterator[None]:
         """Errors of torch are those of a transfer, with the first sentence of torch's message."""
         try:
             yield
@@ -144,7 +144,7 @@ class Exchange:
             raise DistributedError(
                 f"a transfer of rank {self.rank} of {self.world} failed",
                 where=f"{WHERE}, {step}",
-                numbers=f"{what}: {reason.partition('. ')[0]}",
+                numbers=f"{description}: {reason.partition('. ')[0]}",
                 way_out="look for the error of the peer that is named: it ended or raised first",
             ) from error
 
@@ -152,23 +152,25 @@ class Exchange:
         self, sent: Sequence[Transfer], received: Sequence[Transfer], step: str, tag: int = 0
     ) -> Pending:
         """Starts all transfers; both sides list those between them in the same order."""
-        operations, what = [], []
+        operations, descriptions = [], []
         for verb, function, transfers in (
             ("send to", dist.isend, sent),
             ("receive from", dist.irecv, received),
         ):
             for peer, tensor in transfers:
                 if tensor.numel():
-                    place = {"group": self.group, "group_peer": peer, "tag": tag}
-                    operations.append(dist.P2POp(function, tensor, **place))
-                    what.append(f"{verb} rank {peer}, {tensor.numel() * tensor.itemsize:,} B")
+                    peer_options = {"group": self.group, "group_peer": peer, "tag": tag}
+                    operations.append(dist.P2POp(function, tensor, **peer_options))
+                    descriptions.append(
+                        f"{verb} rank {peer}, {tensor.numel() * tensor.itemsize:,} B"
+                    )
         works: list[Any] = []
         if operations:
-            with self.naming(step, what[0]):
+            with self.naming(step, descriptions[0]):
                 works = dist.batch_isend_irecv(operations)
-        if len(works) != len(what):  # NCCL has one work for all
-            what = ["; ".join(what)] * len(works)
-        named = list(zip(works, what, strict=True))
+        if len(works) != len(descriptions):  # NCCL has one work for all
+            descriptions = ["; ".join(descriptions)] * len(works)
+        named = list(zip(works, descriptions, strict=True))
         self.pending.append(Pending(self, step, named, (*sent, *received)))
         return self.pending[-1]
 
@@ -177,8 +179,10 @@ class Exchange:
     ) -> Pending:
         """Starts to send each other rank its tensor of ``sent``, and to receive that rank's."""
         peers = [peer for peer in range(self.world) if peer != self.rank]
-        given, taken = ([Transfer(peer, of[peer]) for peer in peers] for of in (sent, received))
-        return self.start(given, taken, step, tag)
+        to_send, to_receive = (
+            [Transfer(peer, tensors[peer]) for peer in peers] for tensors in (sent, received)
+        )
+        return self.start(to_send, to_receive, step, tag)
 
     def notes(self, note: bytes, step: str) -> list[bytes]:
         """The note of each rank, of at most `NOTE_BYTES`."""
@@ -188,11 +192,11 @@ class Exchange:
             pending.wait()
         except DistributedError as error:
             failure = error
-        found = [bytes(other.tolist()).rstrip(b"\0") for other in notes]
+        notes_of_ranks = [bytes(other.tolist()).rstrip(b"\0") for other in notes]
         # A rank may end as soon as it has said that it refuses its arguments.
-        if failure is not None and not any(other.startswith(REFUSAL) for other in found):
+        if failure is not None and not any(other.startswith(REFUSAL) for other in notes_of_ranks):
             raise failure
-        return found
+        return notes_of_ranks
 
     def leave_note(self, note: bytes, step: str) -> None:
         """Sends a note to all ranks that exchange notes, and waits for none of them."""
@@ -201,9 +205,11 @@ class Exchange:
 
     def _start_notes(self, note: bytes, step: str) -> tuple[Pending, list[Tensor]]:
         padded = list(note[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0"))
-        own = torch.tensor(padded, dtype=torch.uint8, device=self.device)
-        notes = [own if r == self.rank else torch.zeros_like(own) for r in range(self.world)]
-        return self.swap([own] * self.world, notes, step, _NOTES), notes
+        own_note = torch.tensor(padded, dtype=torch.uint8, device=self.device)
+        notes = [
+            own_note if r == self.rank else torch.zeros_like(own_note) for r in range(self.world)
+        ]
+        return self.swap([own_note] * self.world, notes, step, _NOTES), notes
 
     def sum(self, tensors: Sequence[Tensor], step: str, *, in_order: bool = False) -> None:
         """Replaces each tensor by its sum over the ranks.
@@ -226,9 +232,9 @@ class Exchange:
         with self.naming(step, "receive from rank 0"):
             dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def everyones(self, value: Any, step: str) -> list[Any]:
-        """A small value of each rank."""
-        found: list[Any] = [None] * self.world
+    def values_of_ranks(self, value: Any, step: str) -> list[Any]:
+        """The small values that the ranks give."""
+        values: list[Any] = [None] * self.world
         with self.naming(step, "receive from all ranks"):
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            dist.all_gather_object(values, value, group=self.group)
+        return values

@@ -29,13 +29,13 @@ def first_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def last(ctx: Any, *gradients: Any) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            results = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return found
-        made_of = [x for x in (*gradients, *ctx.saved_tensors) if isinstance(x, Tensor)]
+            return results
+        sources = [x for x in (*gradients, *ctx.saved_tensors) if isinstance(x, Tensor)]
         return tuple(
-            _Last.apply(x, *made_of) if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
-            for x in found
+            _Last.apply(x, *sources) if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
+            for x in results
         )
 
     return last
@@ -43,7 +43,7 @@ def first_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Last(FirstDerivative):
     @staticmethod
-    def forward(ctx: Any, result: Tensor, *made_of: Tensor) -> Tensor:
+    def forward(ctx: Any, result: Tensor, *sources: Tensor) -> Tensor:
         return result.view_as(result)
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.frontends.distributed.balance import check_sizes, known, live_tiles
+from flashgen.frontends.distributed.balance import check_sizes, live_tiles, mask_inputs
 from flashgen.frontends.distributed.exchange import refuse
 from flashgen.frontends.distributed.reach import needed_by, reached
 from flashgen.frontends.distributed.sharding import Sharding, check_method, sharding_of
@@ -76,16 +76,16 @@ class Forecast:
 
     def __str__(self) -> str:
         lines = [*self.assumptions, "", "rank    share     memory       sent   transfer    compute"]
-        shown = range(len(self.ranks))
+        rank_numbers = range(len(self.ranks))
         if len(self.ranks) > 16:  # the first ones, and those that take longest and shortest
-            order = sorted(shown, key=lambda n: self.ranks[n].seconds(self.overlaps))
-            shown = sorted({*range(6), *order[:1], *order[-2:]})  # type: ignore[assignment]
-        for number in shown:
-            each = self.ranks[number]
+            order = sorted(rank_numbers, key=lambda n: self.ranks[n].seconds(self.overlaps))
+            rank_numbers = sorted({*range(6), *order[:1], *order[-2:]})  # type: ignore[assignment]
+        for number in rank_numbers:
+            forecast = self.ranks[number]
             lines.append(
-                f"{number:4}  {each.share:7.3%}  {each.memory / 1e9:6.2f} GB  "
-                f"{each.sent / 1e9:6.2f} GB  {each.transfer * 1e3:6.2f} ms  "
-                f"{each.compute * 1e3:6.2f} ms"
+                f"{number:4}  {forecast.share:7.3%}  {forecast.memory / 1e9:6.2f} GB  "
+                f"{forecast.sent / 1e9:6.2f} GB  {forecast.transfer * 1e3:6.2f} ms  "
+                f"{forecast.compute * 1e3:6.2f} ms"
             )
         lines += [
             "",
@@ -102,12 +102,12 @@ class Forecast:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        shown = np.where(self.live, self.owners[:, None].astype(float), np.nan)
-        step = max(1, len(shown) // 512)
+        tile_owners = np.where(self.live, self.owners[:, None].astype(float), np.nan)
+        step = max(1, len(tile_owners) // 512)
         figure, axes = pyplot.subplots(figsize=(6.5, 5.5), layout="constrained")
         colours = pyplot.get_cmap("viridis", len(self.ranks))
         image = axes.imshow(
-            shown[::step, ::step],
+            tile_owners[::step, ::step],
             cmap=colours,
             vmin=-0.5,
             vmax=len(self.ranks) - 0.5,
@@ -160,9 +160,9 @@ def forecast(
     if sharding.length != seq:
         what, numbers = "the chunks are not those of the sequence", f"{sharding.length} positions"
         refuse(what, "shard", f"{numbers}; seq {seq}", "chunks of all positions", where)
-    planned, at = plan(spec, arch), facts(arch)
+    planned, gpu = plan(spec, arch), facts(arch)
     tile = tile_of(seq)
-    scalars, tensors = known(spec, seq, (batch, heads_q), captures or {})
+    scalars, tensors = mask_inputs(spec, seq, (batch, heads_q), captures or {})
     live = live_tiles(spec, seq, (batch, heads_q), tile, scalars, tensors)
     owners = _owners(sharding, seq, tile)
     rows = live.sum(axis=1).astype(float)
@@ -170,8 +170,8 @@ def forecast(
     if method == "all_to_all":
         shares = np.full(world, 1 / world)
     clocks = planned.cost * rows.sum() * tile * tile * batch * heads_q
-    alone = clocks / (at.sms * at.clock_hz)
-    rate = link or at.link_bytes_per_s
+    alone = clocks / (gpu.sms * gpu.clock_hz)
+    rate = link or gpu.link_bytes_per_s
     item = planned.itemsize
     key_row = batch * heads_kv * (planned.head_dim + planned.head_dim_v) * item
     query_row = batch * heads_q * ((planned.head_dim + planned.head_dim_v) * item + 4)
@@ -179,14 +179,14 @@ def forecast(
     reach = reached(spec, sharding.chunks, sharding.chunks, whole_sizes, scalars, tensors)
     if method == "all_to_all":
         sent = np.full(world, seq / world * (world - 1) / world * (1 + query_row / key_row))
-        held = np.zeros(world)
+        received = np.zeros(world)
     else:
-        sent, held = _traffic(method, sharding, needed_by(sharding, reach), world)
-    own = seq // world
+        sent, received = _traffic(method, sharding, needed_by(sharding, reach), world)
+    own_rows = seq // world
     ranks = tuple(
         RankForecast(
             float(shares[rank]),
-            int(own * (key_row + query_row) + held[rank] * key_row),
+            int(own_rows * (key_row + query_row) + received[rank] * key_row),
             int(sent[rank] * key_row),
             float(sent[rank] * key_row / rate),
             float(alone * shares[rank]),
@@ -196,8 +196,8 @@ def forecast(
     assumptions = (
         f"{spec.name}, {batch} x {heads_q}/{heads_kv} heads x {seq:,} positions on {world} ranks, "
         f"{method}, {shard if isinstance(shard, str) else 'given chunks'}",
-        f"predicted: {planned.cost:.4f} clocks per score and SM, {at.sms} SMs at "
-        f"{at.clock_hz / 1e6:,.0f} MHz ({at.product}), without waves and launches; live tiles of "
+        f"predicted: {planned.cost:.4f} clocks per score and SM, {gpu.sms} SMs at "
+        f"{gpu.clock_hz / 1e6:,.0f} MHz ({gpu.product}), without waves and launches; live tiles of "
         f"{tile:,} x {tile:,}",
         f"link: {rate / 1e9:,.0f} GB/s sent by each GPU, without latency or contention; transfers "
         + ("run beside kernels" if method == "ring" else "come before and after the kernels"),
@@ -214,8 +214,8 @@ def _owners(sharding: Sharding, seq: int, tile: int) -> Array:
     """The rank of the first position of each tile of queries."""
     starts = np.array([chunk.start for chunk in sharding.chunks])
     order = np.argsort(starts)
-    places = np.searchsorted(starts[order], np.arange(0, seq, tile), side="right") - 1
-    return np.asarray(sharding.owners)[order][places]
+    chunk_indices = np.searchsorted(starts[order], np.arange(0, seq, tile), side="right") - 1
+    return np.asarray(sharding.owners)[order][chunk_indices]
 
 
 def _traffic(method: str, sharding: Sharding, needed: Array, world: int) -> tuple[Array, Array]:

@@ -17,21 +17,21 @@ from flashgen.shared.call import Operands
 def steps(context: Context, operands: Operands) -> Iterator[Step]:
     """One step, with all chunks of keys that this rank needs; its own are views."""
     rank, needed, owners = context.rank, context.needed, context.keys.owners
-    own = context.own_chunks(operands.k, operands.v)
+    own_chunks = context.own_chunks(operands.k, operands.v)
     peers = [peer for peer in range(context.exchange.world) if peer != rank]
     received = [
         context.room(number, operands.k, operands.v)
         for number in map(int, needed[rank].nonzero()[0])
         if owners[number] != rank
     ]
-    sent = [
+    to_send = [
         Transfer(peer, tensor.contiguous())
         for peer in peers
-        for chunk in own
+        for chunk in own_chunks
         if needed[peer, chunk.number]
         for tensor in chunk.tensors
     ]
-    taken = [Transfer(owners[chunk.number], x) for chunk in received for x in chunk.tensors]
+    to_receive = [Transfer(owners[chunk.number], x) for chunk in received for x in chunk.tensors]
     name = "the exchange of keys and values"
-    context.exchange.start(sent, taken, name).wait()
-    yield Step(name, [*own, *received], peers)
+    context.exchange.start(to_send, to_receive, name).wait()
+    yield Step(name, [*own_chunks, *received], peers)

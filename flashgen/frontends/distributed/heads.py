@@ -15,7 +15,7 @@ import torch
 
 from flashgen.frontends.distributed.exchange import Exchange
 from flashgen.frontends.distributed.first_derivatives import FirstDerivative, first_only
-from flashgen.frontends.distributed.sharded_tensors import joined
+from flashgen.frontends.distributed.sharded_tensors import rows_in_order
 from flashgen.frontends.distributed.sharding import Sharding
 
 Tensor = torch.Tensor
@@ -58,14 +58,15 @@ class Replicated(FirstDerivative):
 
 def _to_heads(exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
     blocks = [block.contiguous() for block in x.chunk(exchange.world, dim=1)]
-    return joined(exchange, sharding, blocks, "exchange of positions for heads")
+    return rows_in_order(exchange, sharding, blocks, "exchange of positions for heads")
 
 
 def _to_rows(exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
     sent = [sharding.part(x, rank) for rank in range(exchange.world)]
-    own = sent[exchange.rank]
+    own_part = sent[exchange.rank]
     received = [
-        own if rank == exchange.rank else torch.empty_like(own) for rank in range(exchange.world)
+        own_part if rank == exchange.rank else torch.empty_like(own_part)
+        for rank in range(exchange.world)
     ]
     exchange.swap(sent, received, "exchange of heads for positions").wait()
     return torch.cat(received, 1)

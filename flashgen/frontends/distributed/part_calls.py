@@ -40,7 +40,7 @@ class PartCalls:
     packed: bool
 
     @staticmethod
-    def of(
+    def from_call(
         spec: AttentionSpec, whole: CheckedCall, options: CallOptions, names: tuple[str, ...]
     ) -> PartCalls:
         """
@@ -85,10 +85,10 @@ def _operators(spec: AttentionSpec, inside: bool) -> tuple[Operator, Operator, O
         inside: whether the calls are inside a whole.
     """
 
-    def variant(each: AttentionSpec) -> AttentionSpec:
-        made = in_whole(each) if inside else each
+    def variant(spec: AttentionSpec) -> AttentionSpec:
+        placed_spec = in_whole(spec) if inside else spec
         dtypes = tuple((name, "int32") for name in OFFSETS)
-        return at_offsets(made, dtypes) if each.packed else made
+        return at_offsets(placed_spec, dtypes) if spec.packed else placed_spec
 
     sinkless = variant(spec if spec.sink is None else spec.replace(sink=None))
     return operator_of(variant(spec)), operator_of(partial(sinkless)), operator_of(sinkless)

@@ -61,8 +61,8 @@ class Merged:
             return (self.out / divisor[..., None]).to(dtype), self.lse
         if sink is None:
             return self.out.to(dtype), self.lse
-        of_sink = sink_as_result(self.out, sink)
-        return self._merged(self.out, self.lse, merged=of_sink, out_dtype=dtype)
+        sink_result = sink_as_result(self.out, sink)
+        return self._merged(self.out, self.lse, merged=sink_result, out_dtype=dtype)
 
     def _merged(self, out: Tensor, lse: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         return merge(out[None], lse[None], backend=self.backend, arch=self.arch, **options)

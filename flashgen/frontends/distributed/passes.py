@@ -24,12 +24,12 @@ class Step(NamedTuple):
 
     Attributes:
         name: in words, for errors.
-        held: the chunks.
+        chunks: the chunks of keys.
         peers: the other ranks that hold keys of this rank meanwhile.
     """
 
     name: str
-    held: list[Chunk]
+    chunks: list[Chunk]
     peers: list[int]
 
 
@@ -38,24 +38,24 @@ Method = Callable[[Context, Operands], Iterator[Step]]
 
 def forward(method: Method, context: Context, operands: Operands) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
-    merged = {number: context.no_parts() for number, _ in context.mine}
+    merged = {number: context.no_parts() for number, _ in context.query_chunks}
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for step in method(context, operands):
-        for number, rows in context.mine:
-            of_rows = operands._replace(q=operands.q[:, :, rows])
-            for run in _runs(context, number, step.held):
-                keys = _joined(run)
+        for number, rows in context.query_chunks:
+            row_operands = operands._replace(q=operands.q[:, :, rows])
+            for run in _runs(context, number, step.chunks):
+                keys = _concatenated(run)
                 if len(run) == context.reach[number].sum():  # the call that one device would make
                     whole = context.calls.whole
-                    results[number] = context.forward(whole, of_rows, number, keys)
+                    results[number] = context.forward(whole, row_operands, number, keys)
                 else:
-                    part = context.forward(context.calls.partial, of_rows, number, keys)
+                    part = context.forward(context.calls.partial, row_operands, number, keys)
                     merged[number].add(*part)
-    for number, rows in context.mine:
+    for number, rows in context.query_chunks:
         if number not in results:
             q = operands.q[:, :, rows]
             results[number] = context.finished(merged[number], operands, number, q)
-    out, lse = zip(*(results[number] for number, _ in context.mine), strict=True)
+    out, lse = zip(*(results[number] for number, _ in context.query_chunks), strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
@@ -67,23 +67,28 @@ def backward(
     dq = zeros_for(operands.q)
     returning = _Returning(context, operands)
     for step in method(context, operands):
-        needed = [c for c in step.held if context.needed[context.rank, c.number]]
-        made = {chunk.number: [zeros_for(x) for x in chunk.tensors] for chunk in needed}
-        for number, rows in context.mine:
-            of_rows = operands._replace(q=operands.q[:, :, rows])
+        needed = [c for c in step.chunks if context.needed[context.rank, c.number]]
+        gradients_by_chunk = {
+            chunk.number: [zeros_for(x) for x in chunk.tensors] for chunk in needed
+        }
+        for number, rows in context.query_chunks:
+            row_operands = operands._replace(q=operands.q[:, :, rows])
             part = OutputGradients(*rows_of(results, rows))
-            for run in _runs(context, number, step.held):
-                found = context.backward(of_rows, part, number, _joined(run))
-                dq[:, :, rows] += found.dq
-                add_learned(learned, found.learned)
+            for run in _runs(context, number, step.chunks):
+                part_gradients = context.backward(row_operands, part, number, _concatenated(run))
+                dq[:, :, rows] += part_gradients.dq
+                add_learned(learned, part_gradients.learned)
                 lengths = [chunk.k.shape[2] for chunk in run]
-                pieces = (torch.split(x, lengths, 2) for x in (found.dk, found.dv))
+                pieces = (
+                    torch.split(x, lengths, 2) for x in (part_gradients.dk, part_gradients.dv)
+                )
                 for chunk, gradients in zip(run, zip(*pieces, strict=True), strict=True):
-                    _add(made[chunk.number], gradients)
-        returning.start(step, made)
+                    _add(gradients_by_chunk[chunk.number], gradients)
+        returning.start(step, gradients_by_chunk)
     returning.wait()
     dk, dv = (
-        torch.cat([totals[place] for totals in returning.own.values()], 2) for place in (0, 1)
+        torch.cat([totals[index] for totals in returning.own_totals.values()], 2)
+        for index in (0, 1)
     )
     return dq, dk, dv, learned
 
@@ -92,53 +97,53 @@ class _Returning:
     """The gradients of keys on their way to the ranks that have the keys.
 
     Attributes:
-        own: the totals of this rank's keys, by the number of the chunk.
+        own_totals: the totals of this rank's keys, by the number of the chunk.
     """
 
     def __init__(self, context: Context, operands: Operands) -> None:
         chunks = context.own_chunks(operands.k, operands.v)
-        self.own = {chunk.number: [zeros_for(x) for x in chunk.tensors] for chunk in chunks}
+        self.own_totals = {chunk.number: [zeros_for(x) for x in chunk.tensors] for chunk in chunks}
         self._context = context
         self._coming: list[tuple[int, int, list[Tensor]]] = []
         self._pending: Pending | None = None
 
-    def start(self, step: Step, made: dict[int, list[Tensor]]) -> None:
-        """Sends what a step has made to the owners of its keys, after what was sent before."""
+    def start(self, step: Step, gradients_by_chunk: dict[int, list[Tensor]]) -> None:
+        """Sends the gradients of a step to the owners of its keys, and waits for earlier ones."""
         self.wait()
         context, owners = self._context, self._context.keys.owners
-        sent = []
-        for number, gradients in sorted(made.items()):
+        to_send = []
+        for number, gradients in sorted(gradients_by_chunk.items()):
             if owners[number] == context.rank:
-                _add(self.own[number], gradients)
+                _add(self.own_totals[number], gradients)
             else:
-                sent += [Transfer(owners[number], x) for x in gradients]
+                to_send += [Transfer(owners[number], x) for x in gradients]
         self._coming = [
             (peer, number, [torch.empty_like(x) for x in totals])
             for peer in step.peers
-            for number, totals in self.own.items()
+            for number, totals in self.own_totals.items()
             if context.needed[peer, number]
         ]
-        taken = [Transfer(peer, x) for peer, _, gradients in self._coming for x in gradients]
-        self._pending = context.exchange.start(sent, taken, f"gradients of {step.name}")
+        to_receive = [Transfer(peer, x) for peer, _, gradients in self._coming for x in gradients]
+        self._pending = context.exchange.start(to_send, to_receive, f"gradients of {step.name}")
 
     def wait(self) -> None:
         """Waits for what is coming, and adds it."""
         if self._pending is not None:
             self._pending.wait()
         for _, number, gradients in self._coming:
-            _add(self.own[number], gradients)
+            _add(self.own_totals[number], gradients)
         self._pending, self._coming = None, []
 
 
-def _add(totals: list[Tensor], more: list[Tensor] | tuple[Tensor, ...]) -> None:
-    for total, gradient in zip(totals, more, strict=True):
+def _add(totals: list[Tensor], gradients: list[Tensor] | tuple[Tensor, ...]) -> None:
+    for total, gradient in zip(totals, gradients, strict=True):
         total += gradient
 
 
-def _runs(context: Context, queries: int, held: list[Chunk]) -> list[list[Chunk]]:
+def _runs(context: Context, queries: int, chunks: list[Chunk]) -> list[list[Chunk]]:
     """The chunks of keys that a chunk of queries reaches, adjacent ones together."""
     keys = context.keys.chunks
-    reached = [chunk for chunk in held if context.reach[queries, chunk.number]]
+    reached = [chunk for chunk in chunks if context.reach[queries, chunk.number]]
     runs: list[list[Chunk]] = []
     for chunk in sorted(reached, key=lambda chunk: keys[chunk.number].start):
         if runs and keys[runs[-1][-1].number].stop == keys[chunk.number].start:
@@ -148,7 +153,7 @@ def _runs(context: Context, queries: int, held: list[Chunk]) -> list[list[Chunk]
     return runs
 
 
-def _joined(run: list[Chunk]) -> Chunk:
+def _concatenated(run: list[Chunk]) -> Chunk:
     if len(run) == 1:
         return run[0]
     k, v = (torch.cat(parts, 2) for parts in zip(*(chunk.tensors for chunk in run), strict=True))

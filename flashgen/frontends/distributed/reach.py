@@ -59,43 +59,46 @@ def reached(
     """
     mask = _mask(spec)
     pairs = _pairs(spec, queries, keys, tensors)
-    entries, of_heads = sizes[0], range(sizes[1]) if heads is None else heads
-    may: Any = np.ones(len(pairs.place), dtype=bool)
+    entries, head_range = sizes[0], range(sizes[1]) if heads is None else heads
+    may: Any = np.ones(len(pairs.pair_index), dtype=bool)
     if not mask.always:
         used = mask.may.free_symbols
-        many = pairs.sequences if spec.packed else entries
-        known: dict[Any, Any] = {**numbers_of(spec, (many, *sizes[1:]), scalars)}
-        known |= {
+        batch_or_sequences = pairs.sequences if spec.packed else entries
+        numbers: dict[Any, Any] = {**numbers_of(spec, (batch_or_sequences, *sizes[1:]), scalars)}
+        numbers |= {
             t.symbol: _array(tensors[t.name])
             for t in spec.tensors
             if t.name in tensors and t.symbol in used
         }
-        values = {symbol: exact(value) for symbol, value in known.items() if symbol in used}
-        lines = np.arange((1 if spec.packed else entries) * len(of_heads))
-        b, h = np.divmod(lines, len(of_heads))
+        values = {symbol: exact(value) for symbol, value in numbers.items() if symbol in used}
+        lines = np.arange((1 if spec.packed else entries) * len(head_range))
+        b, h = np.divmod(lines, len(head_range))
         if {B, H} & used:
             values[B] = pairs.sequence if spec.packed else b[:, None]
-            values[H] = h[:, None] + of_heads.start
+            values[H] = h[:, None] + head_range.start
         values |= {Q_LO: pairs.q_lo, Q_HI: pairs.q_hi, K_LO: pairs.k_lo, K_HI: pairs.k_hi}
         with np.errstate(all="ignore"):  # pairs with undefined values may be connected
-            found = np.asarray(evaluate(mask.may, values), dtype=bool)
-        may = np.broadcast_to(found, (found.shape[0] if found.ndim == 2 else 1, len(may))).any(0)
+            may_keep = np.asarray(evaluate(mask.may, values), dtype=bool)
+        may = np.broadcast_to(
+            may_keep, (may_keep.shape[0] if may_keep.ndim == 2 else 1, len(may))
+        ).any(0)
     reach = np.zeros((len(queries), len(keys)), dtype=bool)
-    np.logical_or.at(reach.reshape(-1), pairs.place, may)
-    return reach & _live(spec, queries, keys, sizes, of_heads, tensors)
+    np.logical_or.at(reach.reshape(-1), pairs.pair_index, may)
+    return reach & _live(spec, queries, keys, sizes, head_range, tensors)
 
 
 class _Pairs(NamedTuple):
-    """Pairs of chunks that have elements; of packed sequences, once for each one in both chunks.
+    """Pairs of chunks that have elements; a pair of packed rows is listed once for each sequence
+    that lies in both chunks.
 
     Attributes:
-        place: the number of the pair, row by row.
+        pair_index: the index of the pair, row by row.
         q_lo, q_hi, k_lo, k_hi: first and last positions.
         sequence: the number of the sequence.
         sequences: the number of sequences.
     """
 
-    place: Array
+    pair_index: Array
     q_lo: Array
     q_hi: Array
     k_lo: Array
@@ -137,13 +140,13 @@ def _live(
     if sparse is None:
         return np.ones((len(queries), len(keys)), dtype=bool)
     if sparse.is_static:
-        ends = (max((c.stop for c in of), default=0) for of in (queries, keys))
+        ends = (max((c.stop for c in chunks), default=0) for chunks in (queries, keys))
         shape = sparse.shape(*sizes[:2], *ends)
         live = np.frombuffer(sparse.table(*shape), dtype=bool).reshape(shape)
     else:
         live = _array(tensors[LAYOUT]).astype(bool)
-    of_heads = live[:, heads.start : heads.stop] if live.shape[1] > 1 else live
-    blocks = np.asarray(of_heads.any(axis=(0, 1)))
+    live_heads = live[:, heads.start : heads.stop] if live.shape[1] > 1 else live
+    blocks = np.asarray(live_heads.any(axis=(0, 1)))
     rows = np.stack([blocks[_blocks(c, sparse.block_q)].any(axis=0) for c in queries])
     return np.stack([rows[:, _blocks(c, sparse.block_k)].any(axis=1) for c in keys], axis=1)
 
@@ -158,7 +161,7 @@ def needed_by(queries: Sharding, reach: Array) -> Array:
     Args:
         reach: the result of `reached` for the chunks of ``queries``.
     """
-    owners, world = np.asarray(queries.owners), len(queries.of_rank)
+    owners, world = np.asarray(queries.owners), len(queries.chunks_by_rank)
     return np.stack([reach[owners == rank].any(axis=0) for rank in range(world)])
 
 

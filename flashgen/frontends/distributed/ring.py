@@ -24,23 +24,23 @@ def steps(context: Context, operands: Operands) -> Iterator[Step]:
     """A step for each rank, with its chunks, which travel on while they are computed with."""
     world, rank = context.exchange.world, context.rank
     k, v = operands.k, operands.v
-    held = context.own_chunks(k, v)
+    chunks = context.own_chunks(k, v)
     for step in range(world):
         going = set(_travelling(context, (rank - step) % world, step + 1))
         coming = _travelling(context, (rank - step - 1) % world, step + 1)
-        rooms = [context.room(number, k, v) for number in coming]
-        sent = [
+        buffers = [context.room(number, k, v) for number in coming]
+        to_send = [
             Transfer((rank + 1) % world, x.contiguous())
-            for chunk in held
+            for chunk in chunks
             if chunk.number in going
             for x in chunk.tensors
         ]
-        taken = [Transfer((rank - 1) % world, x) for chunk in rooms for x in chunk.tensors]
+        to_receive = [Transfer((rank - 1) % world, x) for chunk in buffers for x in chunk.tensors]
         name = f"step {step + 1} of the ring"
-        pending = context.exchange.start(sent, taken, name)
-        yield Step(name, held, [(rank + step) % world] if step else [])
+        pending = context.exchange.start(to_send, to_receive, name)
+        yield Step(name, chunks, [(rank + step) % world] if step else [])
         pending.wait()
-        held = rooms
+        chunks = buffers
 
 
 def _travelling(context: Context, owner: int, distance: int) -> list[int]:

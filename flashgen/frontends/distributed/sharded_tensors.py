@@ -27,7 +27,7 @@ def check_local(operands: Mapping[str, Any]) -> None:
 def check_sharded(
     rank: int, captures: Mapping[str, Any], sharded: Any, shardings: tuple[Sharding, ...]
 ) -> dict[str, tuple[int, Sharding]]:
-    """The dimension along which each of the ``sharded`` tensors is divided, and like what.
+    """The dimension along which each of the ``sharded`` tensors is divided, and the sharding.
 
     Args:
         shardings: of keys and of queries: the first one with as many rows is taken.
@@ -38,46 +38,48 @@ def check_sharded(
     if not isinstance(sharded, Mapping | None):
         what, way_out = "sharded names dimensions of captured tensors", 'sharded={"ids": 1}'
         refuse(what, "sharded", f"given {sharded!r:.200}", way_out)
-    found = {}
+    divisions = {}
     for name, dim in (sharded or {}).items():
         x: Any = captures.get(name)
         whole = type(dim) is int and isinstance(x, Tensor) and -x.dim() <= dim < x.dim()
         fits = [s for s in shardings if whole and s.rows(rank) == x.shape[dim]]
         if not fits:
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            description = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             refuse(
                 "a sharded tensor has an element for each of the rank's positions",
                 "sharded",
-                f"{name}: {given}, dimension {dim!r:.200}; the rank has "
+                f"{name}: {description}, dimension {dim!r:.200}; the rank has "
                 f"{shardings[0].rows(rank)} positions",
                 "the part of the tensor that belongs to the rank's chunks, or the whole tensor "
                 "without an entry in sharded",
             )
-        found[name] = dim, fits[0]
-    return found
+        divisions[name] = dim, fits[0]
+    return divisions
 
 
-def of_length(x: Tensor, dim: int, length: int) -> Tensor:
+def zeros_of_length(x: Tensor, dim: int, length: int) -> Tensor:
     """Zeros of another length along a dimension, which need no memory for it; for checks."""
     shape = x.movedim(dim, 0).shape[1:]
     zeros = x.new_zeros(shape).expand(length, *shape).movedim(0, dim)
     return zeros.requires_grad_() if x.requires_grad else zeros  # not inside of torch.func.jvp
 
 
-def joined(exchange: Exchange, sharding: Sharding, sent: Sequence[Tensor], step: str) -> Tensor:
+def rows_in_order(
+    exchange: Exchange, sharding: Sharding, sent: Sequence[Tensor], step: str
+) -> Tensor:
     """[batch, heads, all positions in order, x] from all ranks' rows.
 
     Args:
-        sent: what each rank gets of this rank's rows, contiguous.
+        sent: the tensor of this rank's rows for each rank, contiguous.
     """
-    own, ranks = sent[exchange.rank], range(exchange.world)
-    shapes = [(*own.shape[:2], sharding.rows(rank), own.shape[3]) for rank in ranks]
-    parts = [own if r == exchange.rank else own.new_empty(shapes[r]) for r in ranks]
+    own_rows, ranks = sent[exchange.rank], range(exchange.world)
+    shapes = [(*own_rows.shape[:2], sharding.rows(rank), own_rows.shape[3]) for rank in ranks]
+    parts = [own_rows if r == exchange.rank else own_rows.new_empty(shapes[r]) for r in ranks]
     exchange.swap(sent, parts, step).wait()
-    whole = own.new_empty(*own.shape[:2], sharding.length, own.shape[3])
+    whole = own_rows.new_empty(*own_rows.shape[:2], sharding.length, own_rows.shape[3])
     for rank in ranks:
-        for chunk, place in zip(sharding.of_rank[rank], sharding.slices(rank), strict=True):
-            whole[:, :, chunk.start : chunk.stop] = parts[rank][:, :, place]
+        for chunk, rows in zip(sharding.chunks_by_rank[rank], sharding.slices(rank), strict=True):
+            whole[:, :, chunk.start : chunk.stop] = parts[rank][:, :, rows]
     return whole
 
 
@@ -85,8 +87,8 @@ def gathered(exchange: Exchange, x: Tensor, dim: int, sharding: Sharding) -> Ten
     """A captured tensor of all positions, from the parts of the ranks; its gradient is divided."""
     first = x.movedim(dim, 0)
     flat = first.reshape(1, 1, len(first), math.prod(first.shape[1:]))
-    made: Tensor = _Gather.apply(exchange, sharding, flat)  # type: ignore[no-untyped-call]
-    return made.reshape(sharding.length, *first.shape[1:]).movedim(0, dim)
+    rows: Tensor = _Gather.apply(exchange, sharding, flat)  # type: ignore[no-untyped-call]
+    return rows.reshape(sharding.length, *first.shape[1:]).movedim(0, dim)
 
 
 class _Gather(FirstDerivative):
@@ -96,7 +98,7 @@ class _Gather(FirstDerivative):
     def forward(ctx: Any, exchange: Exchange, sharding: Sharding, x: Tensor) -> Tensor:
         ctx.sharding, ctx.rank = sharding, exchange.rank
         sent = [x.contiguous()] * exchange.world
-        return joined(exchange, sharding, sent, "gathering sharded tensors")
+        return rows_in_order(exchange, sharding, sent, "gathering sharded tensors")
 
     @staticmethod
     @first_only

@@ -24,20 +24,20 @@ class Sharding:
     """A sequence in chunks, each held by one rank.
 
     Attributes:
-        of_rank: for each rank its chunks, global positions, in the order in which its rows lie.
+        chunks_by_rank: the chunks of each rank, as global positions, in the order of its rows.
     """
 
-    of_rank: tuple[tuple[range, ...], ...]
+    chunks_by_rank: tuple[tuple[range, ...], ...]
 
     @cached_property
     def chunks(self) -> tuple[range, ...]:
         """All chunks, in the order of the ranks."""
-        return tuple(chunk for chunks in self.of_rank for chunk in chunks)
+        return tuple(chunk for chunks in self.chunks_by_rank for chunk in chunks)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The rank of each of `chunks`."""
-        return tuple(rank for rank, chunks in enumerate(self.of_rank) for _ in chunks)
+        return tuple(rank for rank, chunks in enumerate(self.chunks_by_rank) for _ in chunks)
 
     @cached_property
     def length(self) -> int:
@@ -49,12 +49,12 @@ class Sharding:
         starts = [chunk.start for chunk in self.chunks]
         return starts == sorted(starts)
 
-    def moved(self, offset: int) -> Sharding:
+    def shifted(self, offset: int) -> Sharding:
         """The same chunks at the positions from ``offset`` on."""
         return Sharding(
             tuple(
                 tuple(range(c.start + offset, c.stop + offset) for c in chunks)
-                for chunks in self.of_rank
+                for chunks in self.chunks_by_rank
             )
         )
 
@@ -64,19 +64,19 @@ class Sharding:
 
     def rows(self, rank: int) -> int:
         """The number of positions that a rank holds."""
-        return sum(map(len, self.of_rank[rank]))
+        return sum(map(len, self.chunks_by_rank[rank]))
 
     def slices(self, rank: int) -> list[slice]:
-        """Where each chunk of a rank lies among its rows."""
-        found, start = [], 0
-        for chunk in self.of_rank[rank]:
-            found.append(slice(start, start + len(chunk)))
+        """The rows of the rank that hold each of its chunks."""
+        slices, start = [], 0
+        for chunk in self.chunks_by_rank[rank]:
+            slices.append(slice(start, start + len(chunk)))
             start += len(chunk)
-        return found
+        return slices
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """The rows that a rank holds of [batch, heads, all positions in order, x]."""
-        return torch.cat([whole[:, :, c.start : c.stop] for c in self.of_rank[rank]], 2)
+        return torch.cat([whole[:, :, c.start : c.stop] for c in self.chunks_by_rank[rank]], 2)
 
 
 def check_method(method: object, function: str = WHERE) -> None:
@@ -121,7 +121,7 @@ def sharding_of(shard: Any, world: int, rows: int, function: str = WHERE) -> Sha
 def _listed(shard: Sequence[Any], world: int, function: str) -> Sharding:
     try:
         listed = tuple(
-            tuple(each if isinstance(each, range) else range(*each) for each in chunks)
+            tuple(part if isinstance(part, range) else range(*part) for part in chunks)
             or (range(0),)  # a rank without positions takes part in every transfer
             for chunks in shard
         )
@@ -131,19 +131,19 @@ def _listed(shard: Sequence[Any], world: int, function: str) -> Sharding:
     if len(listed) != world:
         what = "a list of chunks has one entry for each rank"
         _refuse(function, what, f"{len(listed)} for {world} ranks")
-    every = (chunk for chunks in listed for chunk in chunks)
-    ordered = sorted(every, key=lambda chunk: (chunk.start, len(chunk)))
-    place = 0
+    all_chunks = (chunk for chunks in listed for chunk in chunks)
+    ordered = sorted(all_chunks, key=lambda chunk: (chunk.start, len(chunk)))
+    end = 0
     for chunk in ordered:
-        if chunk.step != 1 or chunk.start != place:
+        if chunk.step != 1 or chunk.start != end:
             what = "chunks cover the positions from 0 on, each once"
-            _refuse(function, what, f"{chunk} after {place}")
-        place = chunk.stop
+            _refuse(function, what, f"{chunk} after {end}")
+        end = chunk.stop
     return Sharding(listed)
 
 
 def _refuse(function: str, what: str, numbers: str, way_out: str = "") -> NoReturn:
-    given = (
+    forms = (
         '"contiguous", "head_tail", or [[range(0, 64), range(192, 256)], ...] with the chunks of '
     )
-    refuse(what, "shard", numbers, way_out or f"{given}each rank", function)
+    refuse(what, "shard", numbers, way_out or f"{forms}each rank", function)

@@ -116,14 +116,14 @@ def _attend(
     query, key, _ = tensors
     device = query.device
     mask_mod, score_mod = uncompiled(mask_mod), uncompiled(score_mod)
-    reading, found = read(mask_mod, score_mod, CallSizes.of(query, key, device))
-    captures = reading.captures(found, device)
+    traced, call_record = read(mask_mod, score_mod, CallSizes.from_tensors(query, key, device))
+    captures = traced.captures(call_record, device)
     sparse = blocks = None
     if reads_blocks := has_blocks(block_mask):
         sizes = *query.shape[:3], key.shape[2]
-        blocks = layout_beside_mask(block_mask, reading, found, sizes)
+        blocks = layout_beside_mask(block_mask, traced, call_record, sizes)
     if captures_a_graph(device):
-        warn_of_values((mask_mod, score_mod), found, reads_blocks)
+        warn_of_values((mask_mod, score_mod), call_record, reads_blocks)
     if blocks is not None:
         sparse, captures["layout"] = blocks.sparse, blocks.layout
-    return reading.attend(tensors, scale, captures, sparse, max_scores=max_scores)
+    return traced.attend(tensors, scale, captures, sparse, max_scores=max_scores)

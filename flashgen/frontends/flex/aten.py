@@ -83,17 +83,21 @@ class _Operation:
             return self._reduced(POINTWISE[_REDUCTIONS[self.name]])
         composed = COMPOSED.get(self.func._schema.name)
         if composed is not None:
-            to = self._announced()  # raises torch's errors
-            made = composed(*self.args, **self.kwargs)
-            return made if isinstance(made, tuple) else made.to(to.dtype)
+            result = self._announced()  # raises torch's errors
+            composed_result = composed(*self.args, **self.kwargs)
+            return (
+                composed_result
+                if isinstance(composed_result, tuple)
+                else composed_result.to(result.dtype)
+            )
         return self._decomposed()
 
-    def _views(self, made: Any) -> Any:
+    def _views(self, results: Any) -> Any:
         """The results, which may be views of the first operand."""
-        if any(each.alias_info is not None for each in self.func._schema.returns):
-            for tensor in (self.args[0], *pytree.tree_leaves(made)):
+        if any(declared.alias_info is not None for declared in self.func._schema.returns):
+            for tensor in (self.args[0], *pytree.tree_leaves(results)):
                 tensor.has_views = True
-        return made
+        return results
 
     def _mapped(self, function: Callable[[TracedTensor], Any]) -> Any:
         """The arguments with something else in place of each traced tensor."""
@@ -124,28 +128,28 @@ class _Operation:
         return Result(self.tracer, outs[0].dtype, [tuple(out.shape) for out in outs])
 
     def _elementwise(self, rule: Callable[..., Entry]) -> TracedTensor:
-        to = self._announced()
-        if to.dtype not in DTYPES:
+        result = self._announced()
+        if result.dtype not in DTYPES:
             self.tracer.refuse(
-                f"kernels do not compute in {to.dtype}",
+                f"kernels do not compute in {result.dtype}",
                 numbers=f"aten.{self.func.__name__}",
                 way_out="real numbers",
             )
         leaves, tree = pytree.tree_flatten(self._mapped(lambda t: t.array))
         arrays = [leaf for leaf in leaves if isinstance(leaf, TracedArray)]
         full = [array for array in arrays if array.shape]
-        if any(array.shape != to.shapes[0] for array in full):
+        if any(array.shape != result.shapes[0] for array in full):
             self.tracer.rigid = True
 
         # A number beside narrow integers has their dtype, unless the operation computes in floats.
         narrow = (
             ""
-            if to.dtype.is_floating_point
+            if result.dtype.is_floating_point
             else promoted({DTYPES.get(array.dtype, "") for array in arrays} - {"bool"})
         )
 
-        def at(indices: tuple[Any, ...]) -> Entry:
-            given = [
+        def element_at(indices: tuple[Any, ...]) -> Entry:
+            operands = [
                 leaf.at(leaf.broadcast(indices))
                 if isinstance(leaf, TracedArray)
                 else _within(narrow, literal(leaf))
@@ -153,68 +157,72 @@ class _Operation:
                 else leaf
                 for leaf in leaves
             ]
-            positional, by_name = pytree.tree_unflatten(given, tree)
+            positional, by_name = pytree.tree_unflatten(operands, tree)
             by_name.pop("out", None)
-            return _within(DTYPES[to.dtype], rule(to, *positional, **by_name))
+            return _within(DTYPES[result.dtype], rule(result, *positional, **by_name))
 
-        sizes = next((array.sizes for array in full if array.shape == to.shapes[0]), None)
-        return self.tracer.wrap(to.array(at, sizes))
+        sizes = next((array.sizes for array in full if array.shape == result.shapes[0]), None)
+        return self.tracer.wrap(result.array(element_at, sizes))
 
     def _reduced(self, rule: Callable[..., Entry]) -> TracedTensor:
         """A reduction over a few elements, written out."""
-        to, array = self._announced(), self.args[0].array
-        given = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim")
+        result, array = self._announced(), self.args[0].array
+        dim = self.args[1] if len(self.args) > 1 else self.kwargs.get("dim")
         keepdim = bool(self.args[2] if len(self.args) > 2 else self.kwargs.get("keepdim", False))
         rank = len(array.shape)
-        if given is None or (given == [] and to.shapes[0] != array.shape):
-            given = range(rank)
-        dims = {d % max(rank, 1) for d in ([given] if isinstance(given, int) else given)}
+        if dim is None or (dim == [] and result.shapes[0] != array.shape):
+            dim = range(rank)
+        dims = {d % max(rank, 1) for d in ([dim] if isinstance(dim, int) else dim)}
         dims &= set(range(rank))
-        places = list(itertools.product(*(range(array.shape[d]) for d in sorted(dims))))
-        if not 0 < len(places) <= _LARGEST_UNROLLED:
+        index_tuples = list(itertools.product(*(range(array.shape[d]) for d in sorted(dims))))
+        if not 0 < len(index_tuples) <= _LARGEST_UNROLLED:
             self.tracer.refuse(
-                f"torch.{self.name} over {len(places)} elements cannot be written out in a kernel",
+                f"torch.{self.name} over {len(index_tuples)} elements cannot be written out in a "
+                "kernel",
                 numbers=f"aten.{self.func.__name__} of shape {array.shape}; "
                 f"at most {_LARGEST_UNROLLED}",
                 way_out="the reduction outside of the mod, and its result as a captured tensor",
             )
         self.tracer.rigid = self.tracer.rigid or bool(dims)
         # torch casts the elements, which dtype= may demand; any and all of uint8 are of uint8.
-        each = replace(to, dtype=torch.bool) if self.name in ("any", "all") else to
+        element_result = (
+            replace(result, dtype=torch.bool) if self.name in ("any", "all") else result
+        )
 
-        def element(kept: list[Any], place: tuple[int, ...]) -> Entry:
-            rest, chosen = iter(kept), iter(place)
+        def element(kept_indices: list[Any], reduced_indices: tuple[int, ...]) -> Entry:
+            rest, chosen = iter(kept_indices), iter(reduced_indices)
             entry = array.at(tuple(next(chosen if d in dims else rest) for d in range(rank)))
-            return POINTWISE["_to_copy"](each, entry)
+            return POINTWISE["_to_copy"](element_result, entry)
 
-        def at(indices: tuple[Any, ...]) -> Entry:
-            kept = [i for d, i in enumerate(indices) if not (keepdim and d in dims)]
-            elements = (element(kept, place) for place in places)
-            found = functools.reduce(functools.partial(rule, each), elements)
+        def element_at(indices: tuple[Any, ...]) -> Entry:
+            kept_indices = [i for d, i in enumerate(indices) if not (keepdim and d in dims)]
+            elements = (element(kept_indices, reduced_indices) for reduced_indices in index_tuples)
+            reduced = functools.reduce(functools.partial(rule, element_result), elements)
             return _within(
-                DTYPES[to.dtype], found if each is to else POINTWISE["_to_copy"](to, found)
+                DTYPES[result.dtype],
+                reduced if element_result is result else POINTWISE["_to_copy"](result, reduced),
             )
 
-        return self.tracer.wrap(to.array(at))
+        return self.tracer.wrap(result.array(element_at))
 
     def _decomposed(self) -> Any:
         """The operation by torch's decomposition into simpler operations, where one exists."""
         from torch._decomp import decomposition_table
 
-        shown = f"aten.{self.func.__name__}"
+        numbers = f"aten.{self.func.__name__}"
         try:
             if self.func in decomposition_table:
                 return decomposition_table[self.func](*self.args, **self.kwargs)
-            made = self.func.decompose(*self.args, **self.kwargs)
-            if made is not NotImplemented:
-                return made
+            decomposed = self.func.decompose(*self.args, **self.kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
         except FlashgenError:
             raise
         except Exception as error:
-            shown += f"; its decomposition raised {type(error).__name__}: {error}"
+            numbers += f"; its decomposition raised {type(error).__name__}: {error}"
         self.tracer.refuse(
             f"torch.{self.name} cannot be expressed in a kernel",
-            numbers=shown,
+            numbers=numbers,
             way_out="arithmetic, comparisons, torch.where, minimum, maximum, clamp, abs, exp, log, "
             "sqrt, sin, cos, tanh, sigmoid, floor and what is made of them; or a captured tensor",
         )

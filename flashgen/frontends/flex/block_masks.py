@@ -121,12 +121,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What has been found of a BlockMask, and all that it was found from."""
+    """The layout that a BlockMask needs beside its mask, and all that determines it."""
 
-    reading: TracedMods
+    traced: TracedMods
     numbers: tuple[object, ...]
     seen: tuple[_Seen | None, ...]
-    found: BlockMaskLayout | None
+    layout: BlockMaskLayout | None
 
 
 _comparisons: weakref.WeakKeyDictionary[Any, list[_Comparison]] = weakref.WeakKeyDictionary()
@@ -141,7 +141,7 @@ def followed(block_mask: Any) -> BlockMaskLayout:
 
 def layout_beside_mask(
     block_mask: Any,
-    reading: TracedMods,
+    traced: TracedMods,
     record: Record,
     sizes: tuple[int, int, int, int],
 ) -> BlockMaskLayout | None:
@@ -153,7 +153,7 @@ def layout_beside_mask(
 
     Args:
         block_mask: a BlockMask that has been checked and has blocks.
-        reading, record: its mask_mod, traced, and what it reads in this call.
+        traced, record: its mask_mod, traced, and the record of this call.
         sizes: batch, heads, seq_q, seq_k of the call.
 
     Raises:
@@ -161,35 +161,40 @@ def layout_beside_mask(
         FlexRuntimeError: the blocks would have to be read while a CUDA graph is captured.
     """
     lists = [getattr(block_mask, name) for name in LISTS]
-    names = sorted(symbol.name for symbol in reading.of_mask_mod.free_symbols)
-    captured = {n: reading.tensors[n].of(record) for n in names if n in reading.tensors}
-    given = {n: record.numbers[reading.numbers[n]] for n in names if n in reading.numbers}
+    names = sorted(symbol.name for symbol in traced.mask_mod_condition.free_symbols)
+    captured = {n: traced.tensors[n].tensor_in(record) for n in names if n in traced.tensors}
+    numbers_by_name = {n: record.numbers[traced.numbers[n]] for n in names if n in traced.numbers}
     for name in names:
-        if name in reading.sizes:
-            location, dim = reading.sizes[name]
-            given[name] = location.of(record).shape[dim]
-    numbers = sizes, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.shape), *given.values()
+        if name in traced.sizes:
+            location, dim = traced.sizes[name]
+            numbers_by_name[name] = location.tensor_in(record).shape[dim]
+    numbers = (
+        sizes,
+        tuple(block_mask.BLOCK_SIZE),
+        tuple(block_mask.shape),
+        *numbers_by_name.values(),
+    )
     tensors = [*lists, *captured.values()]
     if not all(has_values(tensor) for tensor in tensors if tensor is not None):
         return followed(block_mask)
-    return _compared(block_mask, reading, tensors, {**captured, **given}, numbers)
+    return _compared(block_mask, traced, tensors, {**captured, **numbers_by_name}, numbers)
 
 
 @alone()
 def _compared(
     block_mask: Any,
-    reading: TracedMods,
+    traced: TracedMods,
     tensors: list[Any],
     values: Mapping[str, Any],
     numbers: tuple[Any, ...],
 ) -> BlockMaskLayout | None:
     lists = tensors[: len(LISTS)]
-    known = _comparisons.setdefault(block_mask, [])
-    for comparison in known:
-        if comparison.reading is reading and comparison.numbers == numbers:
+    comparisons = _comparisons.setdefault(block_mask, [])
+    for comparison in comparisons:
+        if comparison.traced is traced and comparison.numbers == numbers:
             pairs = zip(comparison.seen, tensors, strict=True)
             if all(s is t if s is None or t is None else s.is_same(t) for s, t in pairs):
-                return comparison.found
+                return comparison.layout
     if captures_a_graph(lists[0].device):
         raise FlexRuntimeError(
             "the blocks of a BlockMask cannot be read while a CUDA graph is captured",
@@ -200,18 +205,18 @@ def _compared(
     plain = copy.copy(block_mask)
     for name, tensor in zip(LISTS, lists, strict=True):
         setattr(plain, name, None if tensor is None else _elements(tensor))
-    found = _found(plain, reading.of_mask_mod, values, numbers[0])
+    layout = _needed_layout(plain, traced.mask_mod_condition, values, numbers[0])
     seen = tuple(None if tensor is None else _Seen(tensor) for tensor in tensors)
-    known.insert(0, _Comparison(reading, numbers, seen, found))
-    del known[_MOST_COMPARISONS:]
-    return found
+    comparisons.insert(0, _Comparison(traced, numbers, seen, layout))
+    del comparisons[_MOST_COMPARISONS:]
+    return layout
 
 
 def has_blocks(block_mask: Any) -> bool:
     return block_mask is not None and tuple(block_mask.BLOCK_SIZE) != (LARGE_BLOCK, LARGE_BLOCK)
 
 
-def _found(
+def _needed_layout(
     block_mask: Any,
     mask: sympy.Basic,
     captured: Mapping[str, Any],
@@ -272,8 +277,8 @@ class _Grid:
                 values = {**self.env, **corners, Q_LO: np.int64(q_lo), Q_HI: np.int64(q_hi)}
                 leaves_out |= bool((~live[:, i] & evaluate(analysis.may, values)).any())
                 must = evaluate(analysis.must, values)
-                lines, places = np.nonzero(full[:, i] & np.logical_not(must))
-                unclear += [np.stack([lines, np.full_like(lines, i), places])]
+                lines, block_columns = np.nonzero(full[:, i] & np.logical_not(must))
+                unclear += [np.stack([lines, np.full_like(lines, i), block_columns])]
             self._check_full(mask, np.concatenate(unclear, axis=1), b[:, 0], h[:, 0])
         return leaves_out
 
@@ -284,8 +289,8 @@ class _Grid:
             line, i, j = blocks[:, start : start + step, None, None]
             q = i * self.block_q + np.arange(self.block_q)[:, None]
             k = j * self.block_k + np.arange(self.block_k)
-            kept = evaluate(mask, {**self.env, B: b[line], H: h[line], Q: q, K: k})
-            wrong = ~(kept | (q >= self.seq_q) | (k >= self.seq_k))
+            keeps = evaluate(mask, {**self.env, B: b[line], H: h[line], Q: q, K: k})
+            wrong = ~(keeps | (q >= self.seq_q) | (k >= self.seq_k))
             if wrong.any():
                 first = int(wrong.any((1, 2)).argmax())
                 raise FlexUnsupported(

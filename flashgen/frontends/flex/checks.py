@@ -49,23 +49,23 @@ _KEPT = "torch.where({keep}, {score}, -math.inf)"
 
 
 def refuse_arguments(
-    more: Sequence[object], others: Mapping[str, Any], score_mod: object, block_mask: object
+    extra: Sequence[object], others: Mapping[str, Any], score_mod: object, block_mask: object
 ) -> NoReturn:
     """Raises FlexTypeError for arguments that flex_attention does not have.
 
     Args:
-        more: those that are given by position, after all that it has.
-        others: those that are given by name.
+        extra: the arguments by position after the last one that it has.
+        others: the arguments by name that it does not have.
         score_mod, block_mask: the arguments of the call, which the way out keeps.
     """
     name, value = next(iter(others.items()), ("the tenth", None))
     score = "s" if score_mod is None else "score_mod(s, b, h, q, k)"
     rest = "" if block_mask is None else ", block_mask"
     nearest = _nearest(name)
-    own = "None" if score_mod is None else "score_mod"
-    plain = f"fg.flex_attention(query, key, value, {own}{rest})"
+    score_argument = "None" if score_mod is None else "score_mod"
+    plain = f"fg.flex_attention(query, key, value, {score_argument}{rest})"
     way_out = plain + "; what it stands for in the score_mod or in the mask_mod of the block_mask"
-    if more or value is None or value is False:
+    if extra or value is None or value is False:
         way_out = plain
     elif name in ("is_causal", "causal"):
         way_out = _SCORED.replace("{score}", _KEPT.replace("{keep}", "q >= k"))
@@ -87,7 +87,7 @@ def refuse_arguments(
         if others
         else "flex_attention has 9 arguments by position",
         where=f"argument {name}",
-        numbers=f"given {shown(more[0] if more else value)}; it has {', '.join(_ARGUMENTS)}",
+        numbers=f"given {shown(extra[0] if extra else value)}; it has {', '.join(_ARGUMENTS)}",
         way_out=way_out.format(score=score, rest=rest),
     )
 

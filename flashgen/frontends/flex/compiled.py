@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from flashgen.calls.runtime.arguments.call import cast_by_autocast
 from flashgen.calls.runtime.arguments.refusals import runs_while_traced, untraced
-from flashgen.frontends.flash_operators import Told
+from flashgen.frontends.flash_operators import ReasonsTold
 from flashgen.frontends.flex import torch_hop
 from flashgen.frontends.flex.block_masks import LISTS, followed
 from flashgen.frontends.flex.checks import DTYPES, LARGE_BLOCK, FlexUnsupported
@@ -48,7 +48,7 @@ _LARGEST = "OUTPUT_MAX"
 """torch's kernel option that asks for the largest score of each row."""
 
 _state = SimpleNamespace(registered=False, marked=False, follows_lists=True)
-_told = Told()
+_told = ReasonsTold()
 
 
 @called_by_users()
@@ -165,16 +165,16 @@ def _kernel(former: torch_hop.Kernel) -> torch_hop.Kernel:
         mask_mod_other_buffers: tuple[Any, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors, lifted = (query, key, value), (score_mod_other_buffers, mask_mod_other_buffers)
-        asked = bool(kernel_options.get(_LARGEST))
-        given = tensors, lifted, score_mod, block_mask
+        wants_largest = bool(kernel_options.get(_LARGEST))
+        call_arguments = tensors, lifted, score_mod, block_mask
         if _MARK in kernel_options:
-            out, lse, largest = _attend_marked(*given, float(scale), asked)
+            out, lse, largest = _attend_marked(*call_arguments, float(scale), wants_largest)
             return out, lse, lse.new_empty(0) if largest is None else largest
         if _state.registered:
             try:
                 number = float(scale)  # of a symbol the value, to which the graph is guarded
                 _check_served(tensors, number, kernel_options)
-                out, lse, largest = _attend(*given, number, asked)
+                out, lse, largest = _attend(*call_arguments, number, wants_largest)
             except (_NotServedError, SpecError) as refused:
                 _told.tell("flex_attention", *_reason(refused))
             else:
@@ -244,10 +244,10 @@ def _attend(
     scale: float,
     max_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The results of a call; ``lifted`` is what the score_mod and the mask_mod capture."""
+    """The results of a call; ``lifted`` are the captures of the score_mod and of the mask_mod."""
     mods = _Mods(score_mod, block_mask[-1], *lifted)
-    reading, found = mods.read(tensors)
-    captures = mods.captures(reading, found, tensors[0])
+    traced, call_record = mods.read(tensors)
+    captures = mods.captures(traced, call_record, tensors[0])
     # The number of entries differs between releases of torch.
     seq_lengths, lists, block_size = block_mask[:2], block_mask[2:6], block_mask[-3:-1]
     sparse = None
@@ -256,9 +256,9 @@ def _attend(
     ):
         named = dict(zip(LISTS, lists, strict=True))
         blocks = SimpleNamespace(seq_lengths=seq_lengths, BLOCK_SIZE=block_size, **named)
-        found_blocks = followed(blocks)
-        sparse, captures["layout"] = found_blocks.sparse, found_blocks.layout
-    return reading.attend(tensors, scale, captures, sparse, max_scores=max_scores)
+        list_layout = followed(blocks)
+        sparse, captures["layout"] = list_layout.sparse, list_layout.layout
+    return traced.attend(tensors, scale, captures, sparse, max_scores=max_scores)
 
 
 _attend_marked = runs_while_traced(_attend)
@@ -271,56 +271,56 @@ class _Mods:
     """The mods of a call, on tensors without elements in place of those that they capture.
 
     Attributes:
-        score, mask: the functions; None for those that change or mask nothing.
+        score, mask: the functions; None for a function that changes or masks nothing.
     """
 
     def __init__(
-        self, score: Any, mask: Any, of_score: Sequence[Any], of_mask: Sequence[Any]
+        self, score: Any, mask: Any, score_captures: Sequence[Any], mask_captures: Sequence[Any]
     ) -> None:
         self._tensors: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
-        """By its id, what stands for a captured tensor, and a function that returns the tensor."""
-        self._known: dict[tuple[int, bool], Tensor] = {}
+        """The stand-in of a captured tensor by its id, with a function that returns the tensor."""
+        self._stand_ins: dict[tuple[int, bool], Tensor] = {}
         with torch_hop.outside_of_traces():
-            self.score = self._mod(score, of_score, True)
-            self.mask = self._mod(mask, of_mask, False)
+            self.score = self._mod(score, score_captures, True)
+            self.mask = self._mod(mask, mask_captures, False)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[TracedMods, Record]:
-        sizes = CallSizes.of(tensors[0], tensors[1], torch.device("cpu"))
+        sizes = CallSizes.from_tensors(tensors[0], tensors[1], torch.device("cpu"))
         mods = [mod for mod in (self.mask, self.score) if isinstance(mod, _GraphMod)]
         with torch_hop.outside_of_traces():
             try:
                 return read(self.mask, self.score, sizes)
             except SpecError as error:  # a graph has lines of its own, which tell users nothing
-                places = [str(mod.lines) for mod in mods if mod.lines.line]
-                error.where = ", ".join(places) or error.where
+                locations = [str(mod.lines) for mod in mods if mod.lines.line]
+                error.where = ", ".join(locations) or error.where
                 raise
 
-    def captures(self, reading: TracedMods, found: Record, query: Tensor) -> dict[str, Any]:
+    def captures(self, traced: TracedMods, call_record: Record, query: Tensor) -> dict[str, Any]:
         """The captured tensors and the scalars of this call, in the modes of a trace.
 
         Where the expressions hold for nothing but the traced lengths or integers, the graph is
         guarded to be that of these.
         """
-        numbers = list(found.numbers)
-        for place, number in enumerate(numbers):
+        numbers = list(call_record.numbers)
+        for index, number in enumerate(numbers):
             if isinstance(number, OpenInt):
                 symbol = number.symbol()
-                is_scalar = place in reading.numbers.values() and not reading.created
-                numbers[place] = symbol if is_scalar else int(symbol)
-        tensors = tuple([self._tensors[id(tensor)][1]() for tensor in found.tensors])
-        if reading.shapes is not None:
+                is_scalar = index in traced.numbers.values() and not traced.created
+                numbers[index] = symbol if is_scalar else int(symbol)
+        tensors = tuple([self._tensors[id(tensor)][1]() for tensor in call_record.tensors])
+        if traced.shapes is not None:
             for size in itertools.chain(*[tensor.shape for tensor in tensors]):
                 int(size)
-        actual = found._replace(numbers=tuple(numbers), tensors=tensors)
+        actual = call_record._replace(numbers=tuple(numbers), tensors=tensors)
         device = query.device
         if type(query) in (Tensor, torch.nn.Parameter):
-            return reading.captures(actual, device)
+            return traced.captures(actual, device)
 
         def constant(tensor: Tensor) -> Tensor:
             """The tensor as one of the graph."""
             return torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=device)
 
-        return reading.captures(actual, device, constant)
+        return traced.captures(actual, device, constant)
 
     def _mod(self, mod: Any, lifted: Sequence[Any], learned: bool) -> Callable[..., Any] | None:
         values = [self._stand_in(value, learned) for value in lifted]
@@ -331,34 +331,34 @@ class _Mods:
     def _stand_in(self, value: Any, learned: bool) -> Any:
         """A tensor without elements, or an integer with the value of the traced call."""
         if isinstance(value, torch.SymInt):
-            return OpenInt.of(torch_hop.example_of(value), lambda: value)
+            return OpenInt.with_symbol(torch_hop.example_of(value), lambda: value)
         if not isinstance(value, Tensor):
             return value
         learned = learned and value.requires_grad
-        made = self._known.get((id(value), learned))
-        if made is None:
+        stand_in = self._stand_ins.get((id(value), learned))
+        if stand_in is None:
             shape = [torch_hop.example_of(size) for size in value.shape]
-            made = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=learned)
-            self._known[id(value), learned] = made
-            self._tensors[id(made)] = made, lambda: value
-        return made
+            stand_in = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=learned)
+            self._stand_ins[id(value), learned] = stand_in
+            self._tensors[id(stand_in)] = stand_in, lambda: value
+        return stand_in
 
     def _tensor_of(self, number: OpenFloat) -> Tensor:
         """A captured tensor with this number, rounded as torch rounds a number beside a float32."""
         with torch._C.DisableTorchFunction():  # which would be recorded as one of the mod
-            made = torch.empty((), device="meta")
+            stand_in = torch.empty((), device="meta")
 
         def product() -> Tensor:
             """The number as a factor: elsewhere torch.compile makes it a constant."""
-            one = torch.ones((), dtype=torch.float64)
-            return torch.mul(one, number.symbol()).float()
+            unit = torch.ones((), dtype=torch.float64)
+            return torch.mul(unit, number.symbol()).float()
 
-        self._tensors[id(made)] = made, product
-        return made
+        self._tensors[id(stand_in)] = stand_in, product
+        return stand_in
 
 
 def _does_nothing(graph: fx.Graph) -> bool:
-    """Whether a graph is that of a score_mod that returns the score, or of torch's noop_mask."""
+    """Whether a graph returns the score of a score_mod unchanged, or is torch's noop_mask."""
     *computed, output = [node for node in graph.nodes if node.op != "placeholder"]
     returned = pytree.tree_leaves(output.args)[0]
     if not computed:
@@ -367,11 +367,11 @@ def _does_nothing(graph: fx.Graph) -> bool:
 
 
 class _GraphMod:
-    """A mod of which torch.compile has made a graph.
+    """A mod that torch.compile has turned into a graph.
 
     Attributes:
         lines: the line of its function.
-        captured_names: the user's names of captured tensors by the ids of what stands for them.
+        captured_names: the user's names of captured tensors, by the ids of their stand-ins.
     """
 
     def __init__(
@@ -381,9 +381,11 @@ class _GraphMod:
         tensor_of: Callable[[OpenFloat], Tensor],
     ) -> None:
         self.lines, self.__name__ = _source_of(module.graph)
-        given = [node for node in module.graph.nodes if node.op == "placeholder"]
-        own = zip(given[len(given) - len(lifted) :], lifted, strict=True)
-        self.captured_names = {id(x): name_of(node) for node, x in own if isinstance(x, Tensor)}
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        captured = zip(placeholders[len(placeholders) - len(lifted) :], lifted, strict=True)
+        self.captured_names = {
+            id(x): name_of(node) for node, x in captured if isinstance(x, Tensor)
+        }
         self._module, self._lifted, self._tensor_of = module, lifted, tensor_of
 
     def __call__(self, *positions: Any) -> Any:
@@ -393,16 +395,16 @@ class _GraphMod:
 
 
 def _source_of(graph: fx.Graph) -> tuple[SourceLines, str]:
-    """The place and the name of the function whose return made the last node of a graph."""
+    """The line and the name of the function whose return made the last node of a graph."""
     for node in reversed(graph.nodes):
-        at = user_line(node)
-        if at is not None:
-            return SourceLines(shown_path(at.file), at.line, ""), at.name
+        location = user_line(node)
+        if location is not None:
+            return SourceLines(shown_path(location.file), location.line, ""), location.name
     return SourceLines("<graph>", 0, ""), ""
 
 
 class _Run(fx.Interpreter):
-    """Runs the graph of a mod on what stands for its arguments.
+    """Runs the graph of a mod on stand-ins of its arguments.
 
     A Python float that changes from call to call is a tensor of which torch.compile takes the
     element; its element is the tensor itself here. What is computed with integers of which there
@@ -410,7 +412,7 @@ class _Run(fx.Interpreter):
     integer is a scalar of the kernel, a float the element of a tensor, and a truth a guard.
 
     Args:
-        tensor_of: returns what stands for a captured tensor with such a float.
+        tensor_of: returns the stand-in of a captured tensor with such a float.
     """
 
     def __init__(self, module: fx.GraphModule, tensor_of: Callable[[OpenFloat], Tensor]) -> None:
@@ -433,23 +435,23 @@ class _Run(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         if not any(isinstance(leaf, (OpenInt, OpenFloat)) for leaf in leaves):
             # makes a constant, of any device
-            given = {name: value for name, value in kwargs.items() if name != "device"}
-            return super().call_function(target, args, given)
+            options = {name: value for name, value in kwargs.items() if name != "device"}
+            return super().call_function(target, args, options)
 
         def symbol() -> Any:
-            given = pytree.tree_map_only(
+            operands = pytree.tree_map_only(
                 (OpenInt, OpenFloat), lambda number: number.symbol(), (args, kwargs)
             )
-            return target(*given[0], **given[1])
+            return target(*operands[0], **operands[1])
 
         value = target(*args, **kwargs)
         if type(value) is bool:
             with torch._C.DisableTorchFunction():
                 return bool(symbol())
         if type(value) is float:
-            return OpenFloat.of(value, symbol)
+            return OpenFloat.with_symbol(value, symbol)
         if type(value) is int:
-            return OpenInt.of(value, symbol)
+            return OpenInt.with_symbol(value, symbol)
         raise SpecError(
             "a mod computes with an integer that changes what no kernel takes as an argument",
             where="",

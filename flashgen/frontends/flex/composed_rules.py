@@ -26,8 +26,8 @@ def _variance(x: Tensor, dims: list[int], correction: float) -> Tensor:
     return squares.sum(dims) / max(count - correction, 0)
 
 
-def _place(name: str) -> Callable[..., Tensor]:
-    """The place of the first element that is the extremum, or NaN."""
+def _index_of_extremum(name: str) -> Callable[..., Tensor]:
+    """The index of the first element that is the extremum, or NaN."""
 
     def rule(x: Any, dim: int | None = None, keepdim: bool = False) -> Tensor:
         if dim is None or not x.shape:
@@ -35,9 +35,9 @@ def _place(name: str) -> Callable[..., Tensor]:
             return rule(x.reshape(-1), 0).reshape(shape)
         shape = [1] * x.dim()
         shape[dim] = length = x.shape[dim]
-        places = x.tracer.constant(torch.arange(length, device=x.device).reshape(shape))
-        found = (x == getattr(x, name)(dim, keepdim=True)) | (x != x)
-        return torch.where(found, places, length).amin(dim, keepdim)
+        indices = x.tracer.constant(torch.arange(length, device=x.device).reshape(shape))
+        is_extremum = (x == getattr(x, name)(dim, keepdim=True)) | (x != x)
+        return torch.where(is_extremum, indices, length).amin(dim, keepdim)
 
     return rule
 
@@ -52,8 +52,8 @@ def _extremum(name: str) -> Callable[..., Any]:
 
 def _padded(x: Tensor, pad: list[int], value: float = 0) -> Tensor:
     """The tensor between constants, from the last dimension on; a negative width takes away."""
-    for place in range(0, len(pad), 2):
-        dim, widths = x.dim() - 1 - place // 2, pad[place : place + 2]
+    for first in range(0, len(pad), 2):
+        dim, widths = x.dim() - 1 - first // 2, pad[first : first + 2]
         cut = [max(-width, 0) for width in widths]
         x = x.narrow(dim, cut[0], x.shape[dim] - sum(cut))
         shape = list(x.shape)
@@ -63,32 +63,32 @@ def _padded(x: Tensor, pad: list[int], value: float = 0) -> Tensor:
 
 
 def _sorted(x: Any, dim: int = -1, descending: bool = False, **_: Any) -> tuple[Tensor, Tensor]:
-    """Each element's rank is the number of those before it; NaN is the greatest, and the last."""
+    """The rank of an element is the number of elements before it; NaN comes last."""
     if not x.shape:
         return x, torch.zeros_like(x, dtype=torch.int64)
     dim %= x.dim()
     length = x.shape[dim]
     shape = [length if d == dim else 1 for d in range(x.dim() + 1)]
-    own = x.tracer.constant(torch.arange(length, device=x.device).reshape(shape))
-    other = own.transpose(dim, dim + 1)
+    positions = x.tracer.constant(torch.arange(length, device=x.device).reshape(shape))
+    other_positions = positions.transpose(dim, dim + 1)
     a, b = x.unsqueeze(dim + 1), x.unsqueeze(dim)
     less, greater = ~(b >= a) & (b == b), ~(b <= a) & (a == a)
     first, last = (greater, less) if descending else (less, greater)
-    ranks = torch.where(other < own, ~last, first).sum(dim + 1, keepdim=True)
-    places = torch.where(ranks == other, own, 0).sum(dim)
-    return x.gather(dim, places), places
+    ranks = torch.where(other_positions < positions, ~last, first).sum(dim + 1, keepdim=True)
+    order = torch.where(ranks == other_positions, positions, 0).sum(dim)
+    return x.gather(dim, order), order
 
 
 def _largest(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, ...]:
-    found = _sorted(x, dim, largest)
-    return tuple(part.narrow(dim, 0, k) if x.shape else part for part in found)
+    in_order = _sorted(x, dim, largest)
+    return tuple(part.narrow(dim, 0, k) if x.shape else part for part in in_order)
 
 
-def _of_rank(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
-    found = [part.narrow(dim, k - 1, 1) if x.shape else part for part in _sorted(x, dim)]
-    return tuple(part if keepdim or not x.shape else part.squeeze(dim) for part in found)
+def _element_of_rank(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, ...]:
+    elements = [part.narrow(dim, k - 1, 1) if x.shape else part for part in _sorted(x, dim)]
+    return tuple(part if keepdim or not x.shape else part.squeeze(dim) for part in elements)
 
 
 def _median(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -96,35 +96,35 @@ def _median(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None:
         return _median(x.reshape(-1), 0)[0]
     length = x.shape[dim] if x.shape else 1
-    value, place = _of_rank(x, (length + 1) // 2, dim, keepdim)
+    value, index = _element_of_rank(x, (length + 1) // 2, dim, keepdim)
     if not x.dtype.is_floating_point:
-        return value, place
+        return value, index
     unknown = (x != x).any(dim, keepdim)
-    first = _place("amax")(x, dim, keepdim)
-    return torch.where(unknown, math.nan, value), torch.where(unknown, first, place)
+    first = _index_of_extremum("amax")(x, dim, keepdim)
+    return torch.where(unknown, math.nan, value), torch.where(unknown, first, index)
 
 
 def _up_to(x: Any, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of all elements along a further dimension, their places, and which a row contains."""
+    """Rows of all elements along a further dimension, their positions, and which a row contains."""
     shape = [x.shape[dim] if d == dim else 1 for d in range(x.dim() + 1)]
-    own = x.tracer.constant(torch.arange(x.shape[dim], device=x.device).reshape(shape))
-    places = own.transpose(dim, dim + 1)
-    return x.unsqueeze(dim), places, places <= own
+    ends = x.tracer.constant(torch.arange(x.shape[dim], device=x.device).reshape(shape))
+    positions = ends.transpose(dim, dim + 1)
+    return x.unsqueeze(dim), positions, positions <= ends
 
 
 def _running(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The extremum of the elements up to each, with its last place; the last NaN's, if any."""
+    """The extremum of the elements up to each, and its last index or that of the last NaN."""
 
     def rule(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         if not x.shape:
             return x, torch.zeros_like(x, dtype=torch.int64)
         dim %= x.dim()
-        rows, places, contained = _up_to(x, dim)
+        rows, positions, contained = _up_to(x, dim)
         first = rows.narrow(dim + 1, 0, 1)
         extremum = getattr(torch.where(contained, rows, first), name)(dim + 1, keepdim=True)
-        found = contained & ((rows == extremum) | (rows != rows))
-        at = torch.where(found, places, 0).amax(dim + 1)
-        return x.gather(dim, at), at
+        is_extremum = contained & ((rows == extremum) | (rows != rows))
+        indices = torch.where(is_extremum, positions, 0).amax(dim + 1)
+        return x.gather(dim, indices), indices
 
     return rule
 
@@ -146,11 +146,11 @@ def _log_gamma(x: Tensor) -> Tensor:
     z = torch.where(small, y + 7, y)
     square = z * z
     series = (1 / 12 - (1 / 360 - 1 / (1260 * square)) / square) / z + math.log(2 * math.pi) / 2
-    found = (z - 0.5) * torch.log(z) - z + series - torch.log(torch.where(small, steps, 1.0))
-    found = torch.where(y == math.inf, y, found)
+    result = (z - 0.5) * torch.log(z) - z + series - torch.log(torch.where(small, steps, 1.0))
+    result = torch.where(y == math.inf, y, result)
     distance = (x - torch.round(x)).abs()  # sin(pi x) of a large x would lose its digits
-    other = math.log(math.pi) - torch.log(torch.sin(math.pi * distance)) - found
-    return torch.where(reflected, torch.where(x == -math.inf, math.inf, other), found)
+    other = math.log(math.pi) - torch.log(torch.sin(math.pi * distance)) - result
+    return torch.where(reflected, torch.where(x == -math.inf, math.inf, other), result)
 
 
 def _digamma(x: Tensor) -> Tensor:
@@ -162,10 +162,10 @@ def _digamma(x: Tensor) -> Tensor:
     z = torch.where(small, y + 7, y)
     square = 1 / (z * z)
     series = torch.log(z) - 0.5 / z - square * (1 / 12 - square * (1 / 120 - square / 252))
-    found = series - torch.where(small, steps, 0.0)
+    result = series - torch.where(small, steps, 0.0)
     distance = x - torch.round(x)  # tan(pi x) of a large x would lose its digits
     angle = math.pi * torch.where((distance == 0) & (x < 0), math.nan, distance)
-    return torch.where(reflected, found - math.pi * torch.cos(angle) / torch.sin(angle), found)
+    return torch.where(reflected, result - math.pi * torch.cos(angle) / torch.sin(angle), result)
 
 
 def _inverse_error(x: Tensor) -> Tensor:
@@ -197,14 +197,14 @@ RULES: dict[str, Callable[..., Any]] = {
     "aten::mm": _product,
     "aten::bmm": _product,
     "aten::take": lambda x, index: torch.ops.aten.index.Tensor(x.reshape(-1), [index]),
-    "aten::argmax": _place("amax"),
-    "aten::argmin": _place("amin"),
+    "aten::argmax": _index_of_extremum("amax"),
+    "aten::argmin": _index_of_extremum("amin"),
     "aten::max": _extremum("max"),
     "aten::min": _extremum("min"),
     "aten::constant_pad_nd": _padded,
     "aten::sort": _sorted,
     "aten::topk": _largest,
-    "aten::kthvalue": _of_rank,
+    "aten::kthvalue": _element_of_rank,
     "aten::median": _median,
     "aten::cummax": _running("amax"),
     "aten::cummin": _running("amin"),

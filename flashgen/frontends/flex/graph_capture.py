@@ -30,13 +30,13 @@ def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> Non
 
     Args:
         mods: the mask_mod and the score_mod; None where there is none.
-        record: what they compute, with notes.
+        record: the record of the mods, with notes.
         has_blocks: whether blocks of a BlockMask have been read.
     """
     assert record.notes is not None, "records have notes during a capture"
-    places = [x for x in range(len(record.numbers)) if x not in record.notes.literals]
-    numbers = [record.numbers[place] for place in places]
-    unseen = [f"{record.numbers[place]} ({record.notes.line_of(place)})" for place in places]
+    indices = [x for x in range(len(record.numbers)) if x not in record.notes.literals]
+    numbers = [record.numbers[index] for index in indices]
+    unseen = [f"{record.numbers[index]} ({record.notes.line_of(index)})" for index in indices]
     if unseen:
         unseen = [f"numbers of the mods: {', '.join(unseen)}"]
     for mod in mods:
@@ -47,7 +47,7 @@ def warn_of_values(mods: Sequence[Any], record: Record, has_blocks: bool) -> Non
         if proof is None or others:
             shown = f" {others}" if others else ""
             unseen.append(f"other Python values that {name} reads{shown} ({lines_of(mod, '')})")
-    if record.made:
+    if record.created_tensors:
         unseen.append("tensors that the mods make of numbers")
     if has_blocks:
         unseen.append(

@@ -32,7 +32,7 @@ from flashgen.spec.language.user_source import code_of, lines_of
 _MOST_RECORDS = 1024
 """The number of records whose traced mods are kept, least recently used first to go."""
 
-_MOST_SETTLED = 4096
+_MOST_STABLE = 4096
 """The number of records of which it is kept that the mods compute the same each time."""
 
 _MOST_EXECUTIONS = 3
@@ -56,11 +56,11 @@ class _Variants:
     """The traced mods of records that differ in numbers only.
 
     Attributes:
-        key: what they have in common.
+        key: the record key that they have in common.
         first: the numbers of the first record.
-        varying: the places of numbers of which there has been another value.
-        constant: the places of those that can only be constants.
-        traced: the traced mods by the places of run-time scalars and the other numbers.
+        varying: the indices of the numbers that have had another value.
+        constant: the indices of the numbers that can only be constants.
+        traced: the traced mods by the indices of run-time scalars and the other numbers.
     """
 
     key: RecordKey
@@ -69,34 +69,34 @@ class _Variants:
     constant: set[int] = field(default_factory=set)
     traced: dict[Any, list[TracedMods]] = field(default_factory=dict)
 
-    def scalars(self, found: Record) -> frozenset[int]:
-        """The places of the numbers that are run-time scalars in a call.
+    def scalars(self, call_record: Record) -> frozenset[int]:
+        """The indices of the numbers that are run-time scalars in a call.
 
         Integers of which torch.compile traces symbols are scalars from their first value on.
         With deterministic algorithms these are all numbers that the mods' code does not contain,
         so that the bits of a result do not depend on earlier calls.
         """
-        chosen = {place for place, x in enumerate(found.numbers) if type(x) is OpenInt}
+        chosen = {index for index, x in enumerate(call_record.numbers) if type(x) is OpenInt}
         if torch.are_deterministic_algorithms_enabled():
-            assert found.notes is not None, "records have notes with deterministic algorithms"
-            chosen |= set(range(len(found.numbers))) - found.notes.literals
-        elif found.numbers != self.first:
-            pairs = enumerate(zip(found.numbers, self.first, strict=True))
-            self.varying.update(place for place, (a, b) in pairs if a != b)
+            assert call_record.notes is not None, "records have notes with deterministic algorithms"
+            chosen |= set(range(len(call_record.numbers))) - call_record.notes.literals
+        elif call_record.numbers != self.first:
+            pairs = enumerate(zip(call_record.numbers, self.first, strict=True))
+            self.varying.update(index for index, (a, b) in pairs if a != b)
             chosen |= self.varying
-        numbers = ((place, found.numbers[place]) for place in chosen - self.constant)
+        numbers = ((index, call_record.numbers[index]) for index in chosen - self.constant)
         # Run-time scalars hold no others, and floats beyond them may remove scores.
-        most = {True: SCALAR_LIMIT, False: 1e30}
-        return frozenset(place for place, x in numbers if abs(x) < most[isinstance(x, int)])
+        limits = {True: SCALAR_LIMIT, False: 1e30}
+        return frozenset(index for index, x in numbers if abs(x) < limits[isinstance(x, int)])
 
-    def of(self, found: Record) -> list[TracedMods]:
-        scalars = self.scalars(found)
-        return self.traced.get((scalars, _others(found, scalars)), [])
+    def traced_for(self, call_record: Record) -> list[TracedMods]:
+        scalars = self.scalars(call_record)
+        return self.traced.get((scalars, _constant_numbers(call_record, scalars)), [])
 
 
-_kept: OrderedDict[RecordKey, _Variants] = OrderedDict()
+_variants_of_keys: OrderedDict[RecordKey, _Variants] = OrderedDict()
 
-_settled_records: OrderedDict[Any, None] = OrderedDict()
+_stable_records: OrderedDict[Any, None] = OrderedDict()
 """What code has computed each time that it was executed."""
 
 
@@ -106,16 +106,16 @@ _versions: OrderedDict[Hashable, dict[tuple[Any, ...], None]] = OrderedDict()
 
 @dataclass
 class _Proved:
-    """What is known of mods that need not be recorded again.
+    """The record and the traced mods of mods that need not be recorded again.
 
     Attributes:
         record: their record without tensors.
-        places: the places of the tensors that they read among those of the proof.
+        tensor_indices: the index in the proof of each tensor that they read.
         traced: the traced mods of the last call.
     """
 
     record: Record
-    places: tuple[int, ...]
+    tensor_indices: tuple[int, ...]
     traced: TracedMods | None = None
 
 
@@ -140,164 +140,175 @@ def read(
         if proved is not None:
             _proved.move_to_end(key)
     if proved is None:
-        known, found = _read(mask_mod, score_mod, sizes, None, pure=True)
-        _keep(key, proof, found, known)
-        return known, found
-    tensors = tuple([proof.tensors[place] for place in proved.places])
+        first_traced, call_record = _read(mask_mod, score_mod, sizes, None, pure=True)
+        _keep(key, proof, call_record, first_traced)
+        return first_traced, call_record
+    tensors = tuple([proof.tensors[index] for index in proved.tensor_indices])
     at_first = proved.record
-    found = Record(at_first.key, at_first.numbers, tensors, at_first.made, at_first.notes)
+    call_record = Record(
+        at_first.key, at_first.numbers, tensors, at_first.created_tensors, at_first.notes
+    )
     traced = proved.traced  # another thread may replace it
-    if traced is None or not traced.serves(sizes, found):
-        traced, found = _read(mask_mod, score_mod, sizes, found, pure=True)
+    if traced is None or not traced.serves(sizes, call_record):
+        traced, call_record = _read(mask_mod, score_mod, sizes, call_record, pure=True)
         proved.traced = traced
-    return traced, found
+    return traced, call_record
 
 
 def _read(
     mask_mod: Mod | None,
     score_mod: Mod | None,
     sizes: CallSizes,
-    found: Record | None,
+    call_record: Record | None,
     pure: bool = False,
 ) -> tuple[TracedMods, Record]:
     """What `read` returns, of mods that are recorded.
 
     Args:
-        found: their record; they are recorded now if None.
+        call_record: their record; they are recorded now if None.
         pure: whether the mods are known to compute the same each time.
     """
-    if found is None:
+    if call_record is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
         notes = Notes() if deterministic or captures_a_graph(sizes.device) else None
-        found = _shared(record(mask_mod, score_mod, sizes.device, notes, sizes.learned))
+        call_record = _shared(record(mask_mod, score_mod, sizes.device, notes, sizes.learned))
     codes = tuple([None if mod is None else code_of(mod) for mod in (mask_mod, score_mod)])
     with _lock:
-        pure = pure or (codes, found.numbers, found.key) in _settled_records
-        known = _known(found, sizes) if pure else None
-    if known is not None:
-        return known, found
-    found = _shared(_settled(mask_mod, score_mod, sizes, found))
+        pure = pure or (codes, call_record.numbers, call_record.key) in _stable_records
+        traced = _find_traced(call_record, sizes) if pure else None
+    if traced is not None:
+        return traced, call_record
+    call_record = _shared(_stable_record(mask_mod, score_mod, sizes, call_record))
     with _lock:
-        _settled_records[codes, found.numbers, found.key] = None
-        while len(_settled_records) > _MOST_SETTLED:
-            _settled_records.popitem(last=False)
-        known = _known(found, sizes)
-        if known is None:
+        _stable_records[codes, call_record.numbers, call_record.key] = None
+        while len(_stable_records) > _MOST_STABLE:
+            _stable_records.popitem(last=False)
+        traced = _find_traced(call_record, sizes)
+        if traced is None:
             with alone():
-                known = _traced(mask_mod, score_mod, found, sizes)
-        return known, found
+                traced = _traced(mask_mod, score_mod, call_record, sizes)
+        return traced, call_record
 
 
-def _shared(found: Record) -> Record:
+def _shared(call_record: Record) -> Record:
     """The record with the key of an earlier one that is equal, so that one of them is kept."""
     with _lock:
-        variants = _kept.get(found.key)
-    return found if variants is None else found._replace(key=variants.key)
+        variants = _variants_of_keys.get(call_record.key)
+    return call_record if variants is None else call_record._replace(key=variants.key)
 
 
-def _keep(key: Any, proof: Proof, found: Record, traced: TracedMods) -> None:
-    at = {id(tensor): place for place, tensor in enumerate(proof.tensors)}
-    places = tuple([at.get(id(tensor), -1) for tensor in found.tensors])
-    if -1 in places:  # the mods make a tensor of which the record says nothing
+def _keep(key: Any, proof: Proof, call_record: Record, traced: TracedMods) -> None:
+    index_by_id = {id(tensor): index for index, tensor in enumerate(proof.tensors)}
+    tensor_indices = tuple([index_by_id.get(id(tensor), -1) for tensor in call_record.tensors])
+    if -1 in tensor_indices:  # the mods make a tensor of which the record says nothing
         return
     with _lock:
-        _proved[key] = _Proved(found._replace(tensors=()), places, traced)
+        _proved[key] = _Proved(call_record._replace(tensors=()), tensor_indices, traced)
         while len(_proved) > _MOST_RECORDS:
             _proved.popitem(last=False)
 
 
-def _known(found: Record, sizes: CallSizes) -> TracedMods | None:
-    variants = _kept.get(found.key)
+def _find_traced(call_record: Record, sizes: CallSizes) -> TracedMods | None:
+    variants = _variants_of_keys.get(call_record.key)
     if variants is None:
         return None
-    _kept.move_to_end(found.key)
-    return next((each for each in variants.of(found) if each.serves(sizes, found)), None)
+    _variants_of_keys.move_to_end(call_record.key)
+    return next(
+        (
+            traced
+            for traced in variants.traced_for(call_record)
+            if traced.serves(sizes, call_record)
+        ),
+        None,
+    )
 
 
 def _traced(
-    mask_mod: Mod | None, score_mod: Mod | None, found: Record, sizes: CallSizes
+    mask_mod: Mod | None, score_mod: Mod | None, call_record: Record, sizes: CallSizes
 ) -> TracedMods:
-    variants = _kept.setdefault(found.key, _Variants(found.key, found.numbers))
-    while len(_kept) > _MOST_RECORDS:
-        _kept.popitem(last=False)
+    variants = _variants_of_keys.setdefault(
+        call_record.key, _Variants(call_record.key, call_record.numbers)
+    )
+    while len(_variants_of_keys) > _MOST_RECORDS:
+        _variants_of_keys.popitem(last=False)
     # The second trace for one key assumes nothing about the sizes of a call.
-    bounds = {} if variants.of(found) else sizes.bounds
-    scalars = variants.scalars(found)
+    bounds = {} if variants.traced_for(call_record) else sizes.bounds
+    scalars = variants.scalars(call_record)
 
-    def attempt(places: frozenset[int]) -> TracedMods | None:
+    def attempt(scalars: frozenset[int]) -> TracedMods | None:
         try:
-            made = trace(mask_mod, score_mod, found, bounds, places)
-            made.spec(64, 64, "float32")
+            traced = trace(mask_mod, score_mod, call_record, bounds, scalars)
+            traced.spec(64, 64, "float32")
         except FlashgenError:
             return None
-        return made
+        return traced
 
-    _check_count(variants, found)
+    _check_count(variants, call_record)
     traced = attempt(scalars) if scalars else None
     if scalars and traced is None:
-        alone = {place for place in scalars if attempt(frozenset({place})) is None}
+        alone = {index for index in scalars if attempt(frozenset({index})) is None}
         variants.constant |= alone or scalars
-        return _known(found, sizes) or _traced(mask_mod, score_mod, found, sizes)
+        return _find_traced(call_record, sizes) or _traced(mask_mod, score_mod, call_record, sizes)
     if traced is None:
         try:
-            traced = trace(mask_mod, score_mod, found, bounds)
+            traced = trace(mask_mod, score_mod, call_record, bounds)
         except SpecError:  # some operations can only be expressed with what the sizes are
             if bounds:
                 raise
-            traced = trace(mask_mod, score_mod, found, sizes.bounds)
+            traced = trace(mask_mod, score_mod, call_record, sizes.bounds)
     is_first = not variants.traced
-    kept = variants.traced.get((scalars, _others(found, scalars)), [])
+    same_constants = variants.traced.get((scalars, _constant_numbers(call_record, scalars)), [])
     if is_first or traced.shapes is not None:
-        _check_versions((mask_mod, score_mod), found, traced)
-    variants.traced[scalars, _others(found, scalars)] = kept
-    kept.insert(0, traced)
-    del kept[_MOST_LENGTHS:]
+        _check_versions((mask_mod, score_mod), call_record, traced)
+    variants.traced[scalars, _constant_numbers(call_record, scalars)] = same_constants
+    same_constants.insert(0, traced)
+    del same_constants[_MOST_LENGTHS:]
     return traced
 
 
-def _others(found: Record, scalars: frozenset[int]) -> tuple[int | float, ...]:
+def _constant_numbers(call_record: Record, scalars: frozenset[int]) -> tuple[int | float, ...]:
     if not scalars:
-        return found.numbers
-    return tuple(x for place, x in enumerate(found.numbers) if place not in scalars)
+        return call_record.numbers
+    return tuple(x for index, x in enumerate(call_record.numbers) if index not in scalars)
 
 
-def _check_count(variants: _Variants, found: Record) -> None:
+def _check_count(variants: _Variants, call_record: Record) -> None:
     """Refuses one more value of a number that can only be compiled as a constant."""
-    scalars = variants.scalars(found)
-    known = [others for places, others in variants.traced if places == scalars]
-    numbers = _others(found, scalars)
-    if numbers in known or len(known) < MOST_CONSTANTS:
+    scalars = variants.scalars(call_record)
+    earlier = [constants for indices, constants in variants.traced if indices == scalars]
+    numbers = _constant_numbers(call_record, scalars)
+    if numbers in earlier or len(earlier) < MOST_CONSTANTS:
         return
-    assert found.notes is not None, "what is traced has notes"
-    differing = (i for i, x in enumerate(found.numbers) if x != variants.first[i])
-    place = next(place for place in differing if place not in scalars)
+    assert call_record.notes is not None, "what is traced has notes"
+    differing = (i for i, x in enumerate(call_record.numbers) if x != variants.first[i])
+    index = next(index for index in differing if index not in scalars)
     raise SpecError(
         f"a number in a mod has its value number {MOST_CONSTANTS + 1}, and each is compiled into "
         "kernels of its own",
-        where=found.notes.line_of(place),
-        numbers=f"{found.numbers[place]}, after {variants.first[place]} and others; no kernel "
-        "takes it as an argument",
+        where=call_record.notes.line_of(index),
+        numbers=f"{call_record.numbers[index]}, after {variants.first[index]} and others; no "
+        "kernel takes it as an argument",
         way_out="a captured tensor that is computed with the number outside of the mod, or fewer "
         "values",
     )
 
 
-def _check_versions(mods: Sequence[Mod | None], found: Record, traced: TracedMods) -> None:
+def _check_versions(mods: Sequence[Mod | None], call_record: Record, traced: TracedMods) -> None:
     """Refuses one more version of mods that differs from earlier ones in more than numbers."""
-    key, notes = found.key, found.notes
+    key, notes = call_record.key, call_record.notes
     assert notes is not None, "what is traced has notes"
     lines = ((notes.line(i), x.function) for i, x in enumerate(key.operations))
-    reads = (each[1:] for each in key.reads)
+    reads = (reading[1:] for reading in key.reads)
     codes = tuple([None if mod is None else code_of(mod) for mod in mods])
     shared = codes, frozenset(lines), frozenset(reads), key.device, key.default_dtype
-    known = _versions.setdefault(shared, {})
+    versions = _versions.setdefault(shared, {})
     _versions.move_to_end(shared)
     while len(_versions) > _MOST_RECORDS:
         _versions.popitem(last=False)
-    made = () if traced.shapes is None else traced.shapes[len(found.tensors) :]
-    version = key, made, traced.spec(64, 64, "float32")
-    if version not in known and len(known) >= MOST_VERSIONS:
-        earlier = next(reversed(known))[0].operations
+    created_shapes = () if traced.shapes is None else traced.shapes[len(call_record.tensors) :]
+    version = key, created_shapes, traced.spec(64, 64, "float32")
+    if version not in versions and len(versions) >= MOST_VERSIONS:
+        earlier = next(reversed(versions))[0].operations
         pairs = zip(key.operations, earlier, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(earlier))
         first = next(mod for mod in mods if mod is not None)
@@ -309,38 +320,38 @@ def _check_versions(mods: Sequence[Mod | None], found: Record, traced: TracedMod
             "than numbers, lengths or the count of a loop change from call to call",
             way_out="a captured tensor that is computed outside of the mod, or fewer versions",
         )
-    known[version] = None
+    versions[version] = None
 
 
-def _settled(
-    mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes, found: Record
+def _stable_record(
+    mask_mod: Mod | None, score_mod: Mod | None, sizes: CallSizes, call_record: Record
 ) -> Record:
     """A record with notes of mods that compute the same each time.
 
     Args:
-        found: a record of the same mods; they may have filled caches since.
+        call_record: a record of the same mods, which may have filled caches since.
 
     Raises:
         SpecError: the mods compute something else each time that they are executed.
     """
-    earlier, drawn = found, ""
+    earlier, drawn = call_record, ""
     for _ in range(_MOST_EXECUTIONS):
         with _Draws() as draws:
             again = record(mask_mod, score_mod, sizes.device, Notes(), sizes.learned)
-        drawn = draws.found
+        drawn = draws.drawn_from
         with alone():
             if not drawn and _parts(again) == _parts(earlier):
                 return again
-        earlier, found = again, earlier
-    _refuse_change(mask_mod if mask_mod is not None else score_mod, found, earlier, drawn)
+        earlier, call_record = again, earlier
+    _refuse_change(mask_mod if mask_mod is not None else score_mod, call_record, earlier, drawn)
 
 
 class _Draws:
     """Watches whether this thread draws random numbers of Python or numpy."""
 
     def __enter__(self) -> _Draws:
-        self.found = ""
-        self.of_numpy = self._of_numpy()
+        self.drawn_from = ""
+        self.numpy_before = self._numpy_state()
         self.watches = sys.getprofile() is None  # Python has place for one profiler
         if self.watches:
             sys.setprofile(self._called)
@@ -349,22 +360,22 @@ class _Draws:
     def __exit__(self, *_: object) -> None:
         if self.watches:
             sys.setprofile(None)
-        if self.of_numpy != self._of_numpy():
-            self.found = "numpy.random"
+        if self.numpy_before != self._numpy_state():
+            self.drawn_from = "numpy.random"
 
     def _called(self, frame: FrameType, event: str, function: Any) -> None:
         owner = getattr(function, "__self__", None)
         if event == "c_call" and isinstance(owner, random.Random):
-            self.found = "random"
+            self.drawn_from = "random"
 
-    def _of_numpy(self) -> object:
+    def _numpy_state(self) -> object:
         state: Any = np.random.get_state()
         return state[1].tobytes(), *state[2:]
 
 
-def _parts(found: Record) -> tuple[object, ...]:
-    made = [(number, x.dtype, _bytes(x)) for number, x in found.made.items()]
-    return found.key, found.numbers, made
+def _parts(call_record: Record) -> tuple[object, ...]:
+    created = [(number, x.dtype, _bytes(x)) for number, x in call_record.created_tensors.items()]
+    return call_record.key, call_record.numbers, created
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -377,9 +388,9 @@ def _refuse_change(mod: Mod | None, first: Record, second: Record, drawn: str) -
     assert second.notes is not None, "records are compared with their notes"
     where, numbers = str(lines_of(mod, "")), "executed twice with the same arguments"
     pairs = zip(first.numbers, second.numbers, strict=False)
-    for place, (a, b) in enumerate(pairs):
+    for index, (a, b) in enumerate(pairs):
         if a != b:
-            where, numbers = second.notes.line_of(place), f"{a}, then {b}"
+            where, numbers = second.notes.line_of(index), f"{a}, then {b}"
             break
     if drawn:
         numbers += f"; random numbers of {drawn} are drawn"

@@ -22,7 +22,7 @@ class UserLine(NamedTuple):
     """Where the user's code made a node.
 
     Attributes:
-        name: that of the function.
+        name: the name of the function.
     """
 
     file: str
@@ -32,24 +32,26 @@ class UserLine(NamedTuple):
 
 def user_line(node: fx.Node) -> UserLine | None:
     """The innermost line of a node's stack that is not torch's."""
-    found = re.findall(r'File "(.*)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    users = [each for each in found if not each[0].startswith(torch.__path__[0])]
+    locations = re.findall(r'File "(.*)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    users = [location for location in locations if not location[0].startswith(torch.__path__[0])]
     return UserLine(users[-1][0], int(users[-1][1]), users[-1][2]) if users else None
 
 
 def name_of(placeholder: fx.Node) -> str:
     """The variable or attribute with which the user's code reads an argument; "" if unknown."""
     lines = (user_line(user) for user in placeholder.users)
-    at = next((line for line in lines if line is not None), None)
-    names = {name for code in _codes(at) for name in _names_in(code, str(placeholder.target))}
+    location = next((line for line in lines if line is not None), None)
+    names = {name for code in _codes(location) for name in _names_in(code, str(placeholder.target))}
     return names.pop() if len(names) == 1 else ""
 
 
-def _codes(at: UserLine | None) -> Iterator[CodeType]:
+def _codes(location: UserLine | None) -> Iterator[CodeType]:
     """The functions of this name that have the line: several where lambdas share it."""
-    if at is not None:
-        for code in _codes_of(at.file):
-            if code.co_name == at.name and any(line == at.line for *_, line in code.co_lines()):
+    if location is not None:
+        for code in _codes_of(location.file):
+            if code.co_name == location.name and any(
+                line == location.line for *_, line in code.co_lines()
+            ):
                 yield code
 
 
@@ -60,11 +62,11 @@ def _codes_of(file: str) -> tuple[CodeType, ...]:
         waiting = [compile("".join(linecache.getlines(file)), file, "exec", dont_inherit=True)]
     except (SyntaxError, ValueError):  # no Python alone, such as a cell with magic commands
         return ()
-    found = []
+    codes = []
     while waiting:
-        found.append(waiting.pop())
-        waiting += [each for each in found[-1].co_consts if isinstance(each, CodeType)]
-    return tuple(found)
+        codes.append(waiting.pop())
+        waiting += [constant for constant in codes[-1].co_consts if isinstance(constant, CodeType)]
+    return tuple(codes)
 
 
 def _names_in(code: CodeType, target: str) -> Iterator[str]:
@@ -74,8 +76,8 @@ def _names_in(code: CodeType, target: str) -> Iterator[str]:
         yield from code.co_freevars[int(cell[1]) :][:1]
         return
     ending = f"_{target.strip('_')}"
-    known = (*code.co_freevars, *code.co_varnames, *code.co_names)
-    fitting = [name for name in known if name and ending.endswith(f"_{_as_torch(name)}")]
+    names = (*code.co_freevars, *code.co_varnames, *code.co_names)
+    fitting = [name for name in names if name and ending.endswith(f"_{_as_torch(name)}")]
     yield from sorted(fitting, key=len)[-1:]
 
 

@@ -50,7 +50,7 @@ NO_TENSOR = object()
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor without elements.
+    """The dtype and the shape of a tensor without elements.
 
     Attributes:
         learned: whether it requires gradients.
@@ -61,30 +61,30 @@ class Kind(NamedTuple):
     learned: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kind:
+    def from_tensor(cls, tensor: Tensor) -> Kind:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
 class Same(NamedTuple):
-    """A result that is one of the operands: its place among them, and whether it is changed, and
+    """A result that is an operand: the index of the operand, whether it is changed, and whether it
     requires gradients then."""
 
-    place: int
+    operand_index: int
     changed: bool
     learned: bool
 
 
 class Views(NamedTuple):
-    """Results of which some share the memory of operands.
+    """Several results, or results that share the memory of operands.
 
     Attributes:
         leaves, tree: the results, with kinds in place of tensors, and their tree.
-        places: the operands that share theirs, by their places.
+        operand_indices: the indices of the operands that share their memory with results.
     """
 
     leaves: list[Any]
     tree: pytree.TreeSpec
-    places: tuple[int, ...]
+    operand_indices: tuple[int, ...]
 
 
 def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -101,14 +101,14 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in TEXT:
         return NO_TENSOR
     if name in ("cpu", "cuda"):
-        return Kind.of(args[0])
+        return Kind.from_tensor(args[0])
     metas: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
         if id(tensor) not in metas:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             # A copy, which an operation may change in place.
-            metas[id(tensor)] = made.requires_grad_().clone() if tensor.requires_grad else made
+            metas[id(tensor)] = copied.requires_grad_().clone() if tensor.requires_grad else copied
         return metas[id(tensor)]
 
     with alone(), torch._C.DisableTorchFunction():
@@ -117,21 +117,23 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in _VALUE_READERS:
             raise NotImplementedError
         function = element if func is Tensor.__getitem__ else func
-        result, changed = run(function, *moved(name, args, kwargs, "meta"))
+        result, changed = run(function, *on_device(name, args, kwargs, "meta"))
     except NotImplementedError:
         refuse_value(name)
     if changed and (len(changed) > 1 or changed[0] is not result):
         refuse_write(name)
     operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    same = [place for place, tensor in enumerate(operands) if tensor is result]
+    same = [index for index, tensor in enumerate(operands) if tensor is result]
     if same:
         return Same(same[0], bool(changed), result.requires_grad)
     leaves, tree = pytree.tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return NO_TENSOR
-    made = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    shared = tuple(place for place, tensor in enumerate(operands) if _memory(tensor) in made)
-    leaves = [Kind.of(x) if isinstance(x, Tensor) else x for x in leaves]
+    result_memories = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    shared = tuple(
+        index for index, tensor in enumerate(operands) if _memory(tensor) in result_memories
+    )
+    leaves = [Kind.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
     return leaves[0] if isinstance(result, Tensor) and not shared else Views(leaves, tree, shared)
 
 
@@ -185,7 +187,7 @@ def _tags(name: str) -> frozenset[torch.Tag]:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return frozenset()
     overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    return frozenset(tag for each in overloads for tag in getattr(packet, each).tags)
+    return frozenset(tag for overload in overloads for tag in getattr(packet, overload).tags)
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -263,8 +265,8 @@ def transforms() -> int:
     return 0 if top is None else int(top.level())
 
 
-def moved(name: str, args: Any, kwargs: dict[str, Any], device: str) -> tuple[Any, Any]:
-    """The arguments of an operation with another device in place of those that they name."""
+def on_device(name: str, args: Any, kwargs: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """The arguments of an operation, with ``device`` in place of the devices that they name."""
     args, kwargs = pytree.tree_map_only(
         torch.device, lambda _: torch.device(device), (args, kwargs)
     )
@@ -277,10 +279,10 @@ def moved(name: str, args: Any, kwargs: dict[str, Any], device: str) -> tuple[An
 
 def element(tensor: Tensor, index: Any) -> Tensor:
     """``tensor[index]`` without reading the values of an index that is a tensor."""
-    given = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given)):
-        given = tuple([_listed(item) for item in given])
-    tensors = [item for item in given if isinstance(item, Tensor)]
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(items)):
+        items = tuple([_listed(item) for item in items])
+    tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
         return tensor[index]
     for item in tensors:
@@ -290,17 +292,17 @@ def element(tensor: Tensor, index: Any) -> Tensor:
                 numbers=f"index of {item.dtype}, shape {tuple(item.shape)}",
                 way_out="torch.where, or integer positions",
             )
-    view = tensor[tuple([slice(None) if isinstance(item, Tensor) else item for item in given])]
-    places: list[Tensor | None] = []
-    dims = sum([item is not None and item is not Ellipsis for item in given])
-    for item in given:
+    view = tensor[tuple([slice(None) if isinstance(item, Tensor) else item for item in items])]
+    index_tensors: list[Tensor | None] = []
+    dims = sum([item is not None and item is not Ellipsis for item in items])
+    for item in items:
         if item is Ellipsis:
-            places += [None] * (tensor.dim() - dims)
+            index_tensors += [None] * (tensor.dim() - dims)
         elif isinstance(item, Tensor):
-            places.append(item)
+            index_tensors.append(item)
         elif item is None or isinstance(item, slice):
-            places.append(None)
-    result: Tensor = torch.ops.aten.index.Tensor(view, places)
+            index_tensors.append(None)
+    result: Tensor = torch.ops.aten.index.Tensor(view, index_tensors)
     return result
 
 
@@ -314,8 +316,8 @@ def _listed(item: Any) -> Any:
             numbers=f"a list of {len(item)}",
             way_out="torch.stack(list)",
         )
-    made = torch.tensor(item)
-    return made if made.numel() else made.long()  # no elements have no dtype of their own
+    tensor = torch.tensor(item)
+    return tensor if tensor.numel() else tensor.long()  # no elements have no dtype of their own
 
 
 def name_of(func: Any) -> str:

@@ -42,22 +42,22 @@ LARGEST_FACTOR = 2**40
 def _plain(function: Callable[..., Traced]) -> Rule:
     """A rule for numbers: conditions count as 0 and 1."""
 
-    def rule(to: Result, /, *args: Any, **kwargs: Any) -> Entry:
-        given = [number(x.whole) if isinstance(x, Entry) else x for x in args]
-        return Entry(function(*given, **kwargs))
+    def rule(result: Result, /, *args: Any, **kwargs: Any) -> Entry:
+        operands = [number(x.whole) if isinstance(x, Entry) else x for x in args]
+        return Entry(function(*operands, **kwargs))
 
     return rule
 
 
 def _conditions(function: Callable[..., Traced]) -> Rule:
-    def rule(to: Result, /, *args: Entry) -> Entry:
+    def rule(result: Result, /, *args: Entry) -> Entry:
         return Entry(function(*(condition(x.whole) for x in args)))
 
     return rule
 
 
 def _comparison(function: Callable[[Traced, Traced], Traced]) -> Rule:
-    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
+    def rule(result: Result, /, a: Entry, b: Entry) -> Entry:
         x, y = a.whole, b.whole
         if not (x.is_condition and y.is_condition and function in (operator.eq, operator.ne)):
             x, y = number(x), number(y)
@@ -69,7 +69,7 @@ def _comparison(function: Callable[[Traced, Traced], Traced]) -> Rule:
 # Operations whose results are minus infinity where operands are.
 
 
-def _where(to: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
+def _where(result: Result, /, test: Entry, yes: Entry, no: Entry) -> Entry:
     chosen = condition(test.whole)
     lost = None
     for side, holds in ((yes, chosen), (no, ~chosen)):
@@ -94,24 +94,26 @@ def _range(x: Entry) -> FloatRange:
         return UNKNOWN
     floats = [c.expr for c in value.captures if isinstance(c, Scalar) and not is_int(c.expr)]
     finite = AsFloat(sympy.Symbol("finite", integer=True))
-    found = float_range(replaced(value.expr, dict.fromkeys((SCORE, *floats), finite)), bounds({}))
-    return found if found.defined == sympy.true else UNKNOWN
+    value_range = float_range(
+        replaced(value.expr, dict.fromkeys((SCORE, *floats), finite)), bounds({})
+    )
+    return value_range if value_range.defined == sympy.true else UNKNOWN
 
 
-def _add(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
-    if to.dtype == torch.bool:
-        return _conditions(operator.or_)(to, a, b)
+def _add(result: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
+    if result.dtype == torch.bool:
+        return _conditions(operator.or_)(result, a, b)
     if alpha is not None:
-        b = _multiply(to, b, alpha)
+        b = _multiply(result, b, alpha)
     for x, other in ((a, b), (b, a)):
         if x.lost is not None and _range(other).most == math.inf:  # -inf + inf is NaN
             return Entry(number(a.whole) + number(b.whole))
     return Entry(number(a.value) + number(b.value), either(a.lost, b.lost))
 
 
-def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
+def _subtract(result: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> Entry:
     if alpha is not None:
-        b = _multiply(to, b, alpha)
+        b = _multiply(result, b, alpha)
     if b.lost is None and (a.lost is None or _range(b).least > -math.inf):
         return Entry(number(a.value) - number(b.value), a.lost)
     # Of other terms than the minuend's, which sympy would cancel: inf - inf is NaN.
@@ -119,15 +121,15 @@ def _subtract(to: Result, /, a: Entry, b: Entry, alpha: Entry | None = None) -> 
     return Entry(number(a.whole) + (less if b.lost is None else where(b.lost, math.inf, less)))
 
 
-def _multiply(to: Result, /, a: Entry, b: Entry) -> Entry:
-    if to.dtype == torch.bool:
-        return _conditions(operator.and_)(to, a, b)
+def _multiply(result: Result, /, a: Entry, b: Entry) -> Entry:
+    if result.dtype == torch.bool:
+        return _conditions(operator.and_)(result, a, b)
     for x, factor in ((a, b), (b, a)):
         if x.lost is not None and factor.lost is None and _range(factor).least > 0:
             return Entry(number(x.value) * number(factor.value), x.lost)
     left, right = number(a.whole), number(b.whole)
     product = left * right
-    if not to.dtype.is_floating_point and is_int(product.expr) and not fits(product.expr, 61):
+    if not result.dtype.is_floating_point and is_int(product.expr) and not fits(product.expr, 61):
         product = _within(left) * _within(right)
     return Entry(product)
 
@@ -139,7 +141,7 @@ def _within(x: Traced) -> Traced:
     return fg.maximum(fg.minimum(x, LARGEST_FACTOR), -LARGEST_FACTOR)
 
 
-def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None) -> Entry:
+def _divide(result: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None) -> Entry:
     y = number(b.whole)
     if not rounding_mode and a.lost is not None and b.lost is None:
         divisor = _range(b)
@@ -147,17 +149,17 @@ def _divide(to: Result, /, a: Entry, b: Entry, rounding_mode: str | None = None)
             return Entry(number(a.value) / y, a.lost)
     x = number(a.whole)
     if rounding_mode == "floor":
-        return Entry(x // _divisor(to, y))
+        return Entry(x // _divisor(result, y))
     if rounding_mode == "trunc":
-        return Entry(_quotient(to, x, y))
+        return Entry(_quotient(result, x, y))
     return Entry(x / y)
 
 
-def _power(to: Result, /, a: Entry, b: Entry) -> Entry:
+def _power(result: Result, /, a: Entry, b: Entry) -> Entry:
     x, y = number(a.whole), number(b.whole)
     exact = y.expr.is_Integer or (x.expr.is_Integer and int(x.expr).bit_count() == 1)
-    if not to.dtype.is_floating_point and not exact:
-        to.tracer.refuse(
+    if not result.dtype.is_floating_point and not exact:
+        result.tracer.refuse(
             "a power of integers is computed in floats where its exponent is not a constant",
             numbers=f"{python_text(x.expr)} to the power of {python_text(y.expr)}",
             way_out="a power of floats, x.float() ** y, or an exponent that is a constant",
@@ -165,26 +167,26 @@ def _power(to: Result, /, a: Entry, b: Entry) -> Entry:
     return Entry(x**y)
 
 
-def _copy(to: Result, /, x: Entry, **_: Any) -> Entry:
+def _copy(result: Result, /, x: Entry, **_: Any) -> Entry:
     """A cast; between floats it has no effect, because everything is computed in float32.
 
-    The integers of a narrow dtype are wrapped as those of other operations.
+    Integers of a narrow dtype are wrapped, as by other operations.
     """
-    if to.dtype == torch.bool:
+    if result.dtype == torch.bool:
         return Entry(condition(x.whole))
     value = number(x.value)
-    if not to.dtype.is_floating_point and not value.expr.is_integer:
-        value = _toward_zero(to, number(x.whole))
-    if to.dtype.is_floating_point:
+    if not result.dtype.is_floating_point and not value.expr.is_integer:
+        value = _toward_zero(result, number(x.whole))
+    if result.dtype.is_floating_point:
         value = Value(AsFloat(value.expr), value.captures)
     return Entry(value, x.lost)
 
 
-def _detach(to: Result, /, x: Entry) -> Entry:
+def _detach(result: Result, /, x: Entry) -> Entry:
     value = x.value
     learned = any(isinstance(c, Tensor) and c.grad for c in value.captures)
-    if to.dtype.is_floating_point and (learned or SCORE in value.expr.free_symbols):
-        to.tracer.refuse(
+    if result.dtype.is_floating_point and (learned or SCORE in value.expr.free_symbols):
+        result.tracer.refuse(
             "detach() of a value that has a gradient",
             numbers=f"value {python_text(value.expr)}",
             way_out="detach() of captured tensors themselves, or before the call",
@@ -195,68 +197,70 @@ def _detach(to: Result, /, x: Entry) -> Entry:
 # Numbers.
 
 
-def _toward_zero(to: Result, x: Traced) -> Traced:
-    if to.tracer.never_negative(x.expr):
+def _toward_zero(result: Result, x: Traced) -> Traced:
+    if result.tracer.never_negative(x.expr):
         return fg.floor(x)
     return where(x < 0, -fg.floor(-x), fg.floor(x))
 
 
-def _quotient(to: Result, x: Traced, y: Traced) -> Traced:
+def _quotient(result: Result, x: Traced, y: Traced) -> Traced:
     """Division that rounds toward 0."""
-    y = _divisor(to, y)
-    if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
+    y = _divisor(result, y)
+    if result.tracer.never_negative(x.expr) and result.tracer.never_negative(y.expr):
         return x // y
     if not (is_int(x.expr) and is_int(y.expr)):
-        return _toward_zero(to, x / y)
+        return _toward_zero(result, x / y)
     size = fg.abs(x) // fg.abs(y)
     return where((x < 0) ^ (y < 0), -size, size)
 
 
-def _divisor(to: Result, y: Traced) -> Traced:
+def _divisor(result: Result, y: Traced) -> Traced:
     """A divisor that is positive at all positions of the call, as such for every call."""
-    if is_int(y.expr) and not y.expr.is_number and to.tracer.never_negative(y.expr - 1):
+    if is_int(y.expr) and not y.expr.is_number and result.tracer.never_negative(y.expr - 1):
         return fg.maximum(y, 1)
-    if is_int(y.expr) and not y.expr.is_number and to.tracer.never_negative(-1 - y.expr):
+    if is_int(y.expr) and not y.expr.is_number and result.tracer.never_negative(-1 - y.expr):
         return fg.minimum(y, -1)
     return y
 
 
 def _floored(function: Callable[[Traced, Traced], Traced]) -> Rule:
-    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        return Entry(function(number(a.whole), _divisor(to, number(b.whole))))
+    def rule(result: Result, /, a: Entry, b: Entry) -> Entry:
+        return Entry(function(number(a.whole), _divisor(result, number(b.whole))))
 
     return rule
 
 
-def _fmod(to: Result, /, a: Entry, b: Entry) -> Entry:
-    x, y = number(a.whole), _divisor(to, number(b.whole))
-    if to.tracer.never_negative(x.expr) and to.tracer.never_negative(y.expr):
+def _fmod(result: Result, /, a: Entry, b: Entry) -> Entry:
+    x, y = number(a.whole), _divisor(result, number(b.whole))
+    if result.tracer.never_negative(x.expr) and result.tracer.never_negative(y.expr):
         return Entry(x % y)
     rest = fg.abs(x) % fg.abs(y)
     return Entry(where(x < 0, -rest, rest))
 
 
-def _clamp(to: Result, /, x: Entry, min: Entry | None = None, max: Entry | None = None) -> Entry:
+def _clamp(
+    result: Result, /, x: Entry, min: Entry | None = None, max: Entry | None = None
+) -> Entry:
     value = number(x.whole)
-    least = None if min is None else number(min.whole)
-    most = None if max is None else number(max.whole)
-    if not to.dtype.is_floating_point:
-        value = value if least is None else fg.maximum(value, least)
-        return Entry(value if most is None else fg.minimum(value, most))
-    return Entry(fg.clamp(value, least, most))  # torch's gradient at a bound is that of the value
+    lower = None if min is None else number(min.whole)
+    upper = None if max is None else number(max.whole)
+    if not result.dtype.is_floating_point:
+        value = value if lower is None else fg.maximum(value, lower)
+        return Entry(value if upper is None else fg.minimum(value, upper))
+    return Entry(fg.clamp(value, lower, upper))  # torch's gradient at a bound is that of the value
 
 
 def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
-    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
-        if to.dtype == torch.bool:
-            return _conditions(operator.or_ if name == "maximum" else operator.and_)(to, a, b)
+    def rule(result: Result, /, a: Entry, b: Entry) -> Entry:
+        if result.dtype == torch.bool:
+            return _conditions(operator.or_ if name == "maximum" else operator.and_)(result, a, b)
         return Entry(function(number(a.whole), number(b.whole)))
 
     return rule
 
 
 def _number_of(function: Callable[[Traced, Traced], Traced]) -> Callable[..., Traced]:
-    """An extremum of which NaN is the result only where both sides are."""
+    """An extremum that is NaN only where both sides are NaN."""
 
     def extremum(a: Traced, b: Traced) -> Traced:
         if is_int(a.expr) and is_int(b.expr):
@@ -267,9 +271,9 @@ def _number_of(function: Callable[[Traced, Traced], Traced]) -> Callable[..., Tr
 
 
 def _hypotenuse(x: Traced, y: Traced) -> Traced:
-    """The root of the sum of squares, of which no square leaves the range of floats."""
-    least, most = fg.minimum(fg.abs(x), fg.abs(y)), fg.maximum(fg.abs(x), fg.abs(y))
-    return where(least == most, 2**0.5 * most, most * fg.sqrt(1 + (least / most) ** 2))
+    """The root of the sum of squares; no square leaves the range of floats."""
+    smaller, larger = fg.minimum(fg.abs(x), fg.abs(y)), fg.maximum(fg.abs(x), fg.abs(y))
+    return where(smaller == larger, 2**0.5 * larger, larger * fg.sqrt(1 + (smaller / larger) ** 2))
 
 
 def _cofunction(x: Traced) -> Traced:
@@ -282,12 +286,12 @@ def _signbit(x: Traced) -> Traced:
 
 def _inverse_sinh(x: Traced) -> Traced:
     size = where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is 1
-    found = fg.log1p(size + size * (size / (1 + _hypotenuse(size, Value(sympy.S.One)))))
-    found = where(size == math.inf, size, found)
-    return where(x < 0, -found, found)
+    result = fg.log1p(size + size * (size / (1 + _hypotenuse(size, Value(sympy.S.One)))))
+    result = where(size == math.inf, size, result)
+    return where(x < 0, -result, result)
 
 
-def _round(to: Result, /, x: Entry, decimals: Entry | None = None) -> Entry:
+def _round(result: Result, /, x: Entry, decimals: Entry | None = None) -> Entry:
     if decimals is None:
         return Entry(fg.round(number(x.whole)))
     unit = 10.0 ** number(decimals.whole)
@@ -298,39 +302,41 @@ def _round(to: Result, /, x: Entry, decimals: Entry | None = None) -> Entry:
 
 
 def _bitwise(function: Callable[..., Traced]) -> Rule:
-    def rule(to: Result, /, a: Entry, b: Entry) -> Entry:
+    def rule(result: Result, /, a: Entry, b: Entry) -> Entry:
         x, y = a.whole, b.whole
-        return Entry(function(x, y) if to.dtype == torch.bool else function(number(x), number(y)))
+        return Entry(
+            function(x, y) if result.dtype == torch.bool else function(number(x), number(y))
+        )
 
     return rule
 
 
-def _left_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
+def _left_shift(result: Result, /, a: Entry, b: Entry) -> Entry:
     x, n = number(a.whole), number(b.whole)
     farthest = ShiftLeft.farthest(limits(x.expr))
-    wraps = DTYPES[to.dtype] in NARROW  # farther shifts leave no bit
-    if not (wraps or n.expr.is_number or to.tracer.never_negative(farthest - n.expr)):
-        to.tracer.refuse(
+    wraps = DTYPES[result.dtype] in NARROW  # farther shifts leave no bit
+    if not (wraps or n.expr.is_number or result.tracer.never_negative(farthest - n.expr)):
+        result.tracer.refuse(
             "integers may be shifted to the left by so many places that bits are lost",
             numbers=f"{python_text(x.expr)} by {python_text(n.expr)}; at most {farthest} places, "
             "as integers have 61 bits",
             way_out="small integers by few places, as in torch.tensor(1) << n.clamp(max=60)",
         )
     shifted = x << n
-    if n.expr.is_number or to.tracer.never_negative(n.expr):
+    if n.expr.is_number or result.tracer.never_negative(n.expr):
         return Entry(shifted)
     return Entry(where(n < 0, 0, shifted))  # torch's amounts below 0 are large ones
 
 
-def _right_shift(to: Result, /, a: Entry, b: Entry) -> Entry:
+def _right_shift(result: Result, /, a: Entry, b: Entry) -> Entry:
     x, n = number(a.whole), number(b.whole)
     shifted = x >> n
-    if n.expr.is_number or to.tracer.never_negative(n.expr):
+    if n.expr.is_number or result.tracer.never_negative(n.expr):
         return Entry(shifted)
     return Entry(where(n < 0, x >> 63, shifted))
 
 
-def _bitwise_not(to: Result, /, x: Entry) -> Entry:
+def _bitwise_not(result: Result, /, x: Entry) -> Entry:
     value = x.whole
     return Entry(~value if value.is_condition else -value - 1)
 
@@ -381,13 +387,15 @@ RULES: dict[str, Rule] = {
     **{name: _comparison(getattr(operator, name)) for name in _COMPARISONS},
     "remainder": _floored(operator.mod),
     "floor_divide": _floored(operator.floordiv),
-    **dict.fromkeys(("trunc", "fix"), lambda to, x: Entry(_toward_zero(to, number(x.whole)))),
+    **dict.fromkeys(
+        ("trunc", "fix"), lambda result, x: Entry(_toward_zero(result, number(x.whole)))
+    ),
     "round": _round,
     "where": _where,
-    "masked_fill": lambda to, x, mask, value: _where(to, mask, value, x),
+    "masked_fill": lambda result, x, mask, value: _where(result, mask, value, x),
     "add": _add,
     "sub": _subtract,
-    "rsub": lambda to, a, b, alpha=None: _subtract(to, b, a, alpha),
+    "rsub": lambda result, a, b, alpha=None: _subtract(result, b, a, alpha),
     "mul": _multiply,
     "div": _divide,
     "pow": _power,
@@ -395,7 +403,7 @@ RULES: dict[str, Rule] = {
     "fmod": _fmod,
     "clamp": _clamp,
     "clamp_min": _clamp,
-    "clamp_max": lambda to, x, max: _clamp(to, x, None, max),
+    "clamp_max": lambda result, x, max: _clamp(result, x, None, max),
     "minimum": _extremum("minimum", fg.minimum),
     "maximum": _extremum("maximum", fg.maximum),
     "fmin": _extremum("minimum", _number_of(fg.minimum)),

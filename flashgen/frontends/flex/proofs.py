@@ -111,13 +111,13 @@ class _Loads(NamedTuple):
 
     Attributes:
         methods: reads the attributes and operators of a class of tensors that the code may use.
-        of_torch: those of torch itself, which a program may replace.
+        torch_methods: the methods and operators of torch itself, which a program may replace.
         variables: global variables.
         chains: global variables with the attributes that are read of them: ("torch", "tanh").
     """
 
     methods: Callable[[type], tuple[Any, ...]]
-    of_torch: tuple[Any, ...]
+    torch_methods: tuple[Any, ...]
     variables: tuple[str, ...]
     chains: tuple[tuple[str, ...], ...]
 
@@ -136,7 +136,7 @@ class _Values:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.values: list[Any] = []
-        self.places: dict[int, int] = {}
+        self.tensor_indices: dict[int, int] = {}
         self.above: list[types.FunctionType] = []
         self.count = 0
 
@@ -144,7 +144,7 @@ class _Values:
         """The key of a value that a mod may load.
 
         Raises:
-            _NotProvedError: it is of another kind than those that are known.
+            _NotProvedError: no kind of value that is known to be safe.
         """
         kind = type(value)
         if kind is types.FunctionType:
@@ -167,15 +167,15 @@ class _Values:
         raise _NotProvedError
 
     def _tensor(self, tensor: Tensor) -> Hashable:
-        place = self.places.get(id(tensor))
-        if place is None:
-            place = self.places[id(tensor)] = len(self.tensors)
+        index = self.tensor_indices.get(id(tensor))
+        if index is None:
+            index = self.tensor_indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             if not _METHODS.isdisjoint(tensor.__dict__) or tensor.is_nested:
                 raise _NotProvedError
             if type(tensor) is torch.nn.Parameter and vars(torch.nn.Parameter) != _PARAMETER:
                 raise _NotProvedError
-        return place, tensor.dtype, tensor.shape, is_differentiated(tensor), tensor.device
+        return index, tensor.dtype, tensor.shape, is_differentiated(tensor), tensor.device
 
     def _function(self, function: types.FunctionType) -> Hashable:
         self.count += 1
@@ -185,7 +185,7 @@ class _Values:
             raise _NotProvedError
         code = function.__code__
         loads = _loads_of(code)
-        if loads is None or loads.methods(Tensor) != loads.of_torch:
+        if loads is None or loads.methods(Tensor) != loads.torch_methods:
             raise _NotProvedError
         parts: list[Hashable] = [code]
         self.above.append(function)
@@ -198,28 +198,30 @@ class _Values:
             parts.append(self.key(function.__defaults__))
         if function.__kwdefaults__:
             parts += [(name, self.key(x)) for name, x in sorted(function.__kwdefaults__.items())]
-        known = function.__globals__
+        global_variables = function.__globals__
         for name in loads.variables:
-            parts.append(self.key(known[name] if name in known else _builtin(name)))
+            parts.append(
+                self.key(global_variables[name] if name in global_variables else _builtin(name))
+            )
         for chain in loads.chains:
-            parts.append(self._attribute(known, chain))
+            parts.append(self._attribute(global_variables, chain))
         self.above.pop()
         return tuple(parts)
 
-    def _attribute(self, known: dict[str, Any], chain: tuple[str, ...]) -> Hashable:
+    def _attribute(self, global_variables: dict[str, Any], chain: tuple[str, ...]) -> Hashable:
         """The key of an attribute that is read of a global variable."""
-        value = known.get(chain[0])
-        for place, name in enumerate(chain[1:]):
+        value = global_variables.get(chain[0])
+        for position, name in enumerate(chain[1:]):
             if type(value) is not types.ModuleType or value not in _MODULES:
-                if _METHODS.issuperset(chain[place + 1 :]):
+                if _METHODS.issuperset(chain[position + 1 :]):
                     break
                 raise _NotProvedError
             value = getattr(value, name, None)
         if type(value).__hash__ is not None and value in _pure_functions() and is_own(value):
             return id(value)  # `_pure_functions` keeps it
-        known_values = len(self.values)
+        value_count = len(self.values)
         key = self.key(value)
-        del self.values[known_values:]  # such as math.pi and torch.float32
+        del self.values[value_count:]  # such as math.pi and torch.float32
         return key
 
 
@@ -231,8 +233,8 @@ def _builtin(name: str) -> Any:
 def _pure_functions() -> frozenset[Any]:
     homes = (torch, torch.nn.functional)
     names = _METHODS | _FUNCTIONS
-    found = [getattr(home, name) for home in homes for name in names if hasattr(home, name)]
-    return frozenset(x for x in (*found, *vars(math).values()) if is_own(x))
+    functions = [getattr(home, name) for home in homes for name in names if hasattr(home, name)]
+    return frozenset(x for x in (*functions, *vars(math).values()) if is_own(x))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,15 +242,15 @@ def _loads_of(code: types.CodeType) -> _Loads | None:
     """What the code loads from outside; None for code that may do something else."""
     methods: set[str] = set()
     chains: list[list[str]] = []
-    of_module: list[str] | None = None
+    open_chain: list[str] | None = None
     for step in dis.get_instructions(code):
         in_place = step.opname == "BINARY_OP" and "=" in step.argrepr
         if step.opname not in _STEPS or in_place:
             return None
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             name = str(step.argval)
-            if of_module is not None:
-                of_module.append(name)
+            if open_chain is not None:
+                open_chain.append(name)
             elif name in _METHODS:
                 methods.add(name)
             else:
@@ -256,15 +258,15 @@ def _loads_of(code: types.CodeType) -> _Loads | None:
             continue
         if step.opname in ("CACHE", "EXTENDED_ARG"):
             continue
-        of_module = None
+        open_chain = None
         if step.opname == "LOAD_GLOBAL":
-            of_module = [str(step.argval)]
-            chains.append(of_module)
+            open_chain = [str(step.argval)]
+            chains.append(open_chain)
     variables = {chain[0] for chain in chains if len(chain) == 1}
     longer = {tuple(chain) for chain in chains if len(chain) > 1}
     methods |= {name for chain in longer for name in chain[1:]} & _METHODS
     reads = operator.attrgetter(*_OPERATORS, *methods)
-    of_torch = reads(Tensor)
-    if not all(map(is_own, of_torch)):
+    torch_methods = reads(Tensor)
+    if not all(map(is_own, torch_methods)):
         return None
-    return _Loads(reads, of_torch, tuple(sorted(variables)), tuple(sorted(longer)))
+    return _Loads(reads, torch_methods, tuple(sorted(variables)), tuple(sorted(longer)))

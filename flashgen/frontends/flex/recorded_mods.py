@@ -32,7 +32,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         end: the number of operations up to its end.
-        returned: what it returns.
+        returned: the noted result of the mod.
     """
 
     end: int
@@ -55,14 +55,14 @@ class Record(NamedTuple):
     Attributes:
         numbers: the numbers among the operands, in order.
         tensors: the tensors that are read, in order.
-        made: the tensors that the mods make of numbers, by their numbers.
+        created_tensors: the tensors that the mods make of numbers, by their numbers.
         notes: the user's lines; None where they have not been noted.
     """
 
     key: RecordKey
     numbers: tuple[int | float, ...]
     tensors: tuple[Tensor, ...]
-    made: dict[int, Tensor]
+    created_tensors: dict[int, Tensor]
     notes: Notes | None
 
 
@@ -70,7 +70,7 @@ class Notes:
     """The user's lines and names, for messages and for the names of captured tensors.
 
     Attributes:
-        literals: the places of numbers that are written in the code which uses them.
+        literals: the indices of the numbers that are written in the code which uses them.
         names: the names of the tensors that are read; "" where none is found.
     """
 
@@ -93,32 +93,35 @@ class Notes:
     def add(self, recorder: Recorder) -> None:
         """Notes the line that is running, for all that has been recorded since the last one."""
         frame = user_frame()
-        at = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        location = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         constants = () if frame is None else frame.f_code.co_consts
-        written = [*constants, *(x for each in constants if isinstance(each, tuple) for x in each)]
-        self._operations += [at] * (len(recorder.operations) - len(self._operations))
-        for place in range(len(self._numbers), len(recorder.numbers)):
-            number = recorder.numbers[place]
-            self._numbers.append(at)
+        written = [
+            *constants,
+            *(x for constant in constants if isinstance(constant, tuple) for x in constant),
+        ]
+        self._operations += [location] * (len(recorder.operations) - len(self._operations))
+        for index in range(len(self._numbers), len(recorder.numbers)):
+            number = recorder.numbers[index]
+            self._numbers.append(location)
             if any(type(x) is type(number) and x == number for x in written):
-                self.literals.add(place)
+                self.literals.add(index)
         for tensor in recorder.read[len(self.names) :]:
             self.names.append("" if frame is None else _name_in(frame, tensor))
 
-    def name(self, recorder: Recorder, known: Any) -> None:
-        """Names tensors of a graph, whose code has no frame, by their ids."""
-        for place, tensor in enumerate(recorder.read if isinstance(known, dict) else ()):
-            self.names[place] = self.names[place] or known.get(id(tensor), "")
+    def name(self, recorder: Recorder, names_by_id: Any) -> None:
+        """Names the tensors of a graph by their ids: the code of a graph has no frame."""
+        for index, tensor in enumerate(recorder.read if isinstance(names_by_id, dict) else ()):
+            self.names[index] = self.names[index] or names_by_id.get(id(tensor), "")
 
 
 def uncompiled(mod: Mod | None) -> Mod | None:
-    """The function of which torch.compile has made a mod, and which computes the same."""
+    """The function that torch.compile has turned into a mod, and which computes the same."""
     if mod is None or not hasattr(mod, "_torchdynamo_orig_callable"):
         return mod
     from torch._dynamo.eval_frame import innermost_fn
 
-    found: Mod = innermost_fn(mod)
-    return found
+    function: Mod = innermost_fn(mod)
+    return function
 
 
 def record(
@@ -150,7 +153,9 @@ def record(
         device,
         torch.get_default_dtype(),
     )
-    return Record(key, tuple(recorder.numbers), tuple(recorder.read), recorder.made, notes)
+    return Record(
+        key, tuple(recorder.numbers), tuple(recorder.read), recorder.created_tensors, notes
+    )
 
 
 def _recorded(
@@ -172,10 +177,12 @@ def _recorded(
     except FlashgenError:
         raise
     except Exception as error:
-        at = user_line_in(error)
+        location = user_line_in(error)
         raise SpecError(
             f"{role} raised {type(error).__name__}",
-            where=str(lines_of(mod, "")) if at is None else f"{shown_path(at[0])}:{at[1]}",
+            where=str(lines_of(mod, ""))
+            if location is None
+            else f"{shown_path(location[0])}:{location[1]}",
             numbers=f"{error}, while it was recorded on tensors without elements",
             way_out="a mod that torch's flex_attention runs too: functions of torch on tensors "
             "without dimensions",
@@ -208,9 +215,9 @@ def _name_in(frame: FrameType, tensor: Tensor) -> str:
             if value is tensor:
                 return str(name)
     for value in frame.f_locals.values():
-        own = getattr(value, "__dict__", {})
-        for store in (own, own.get("_parameters"), own.get("_buffers")):
-            for name, held in store.items() if isinstance(store, dict) else ():
-                if held is tensor:
+        attributes = getattr(value, "__dict__", {})
+        for store in (attributes, attributes.get("_parameters"), attributes.get("_buffers")):
+            for name, attribute in store.items() if isinstance(store, dict) else ():
+                if attribute is tensor:
                     return str(name)
     return ""

@@ -34,8 +34,8 @@ from flashgen.frontends.flex.operation_results import (
     element,
     inferred,
     is_differentiated,
-    moved,
     name_of,
+    on_device,
     refuse,
     refuse_write,
     run,
@@ -86,22 +86,22 @@ class OpenInt(int):
     symbol: Callable[[], Any]
 
     @classmethod
-    def of(cls, value: int, symbol: Callable[[], Any]) -> OpenInt:
-        made = cls(value)
-        made.symbol = symbol
-        return made
+    def with_symbol(cls, value: int, symbol: Callable[[], Any]) -> OpenInt:
+        number = cls(value)
+        number.symbol = symbol
+        return number
 
 
 class OpenFloat(float):
-    """A float that a mod computes from an `OpenInt`; its ``symbol`` is made as that of one."""
+    """A float that a mod computes from an `OpenInt`; its ``symbol`` is made in the same way."""
 
     symbol: Callable[[], Any]
 
     @classmethod
-    def of(cls, value: float, symbol: Callable[[], Any]) -> OpenFloat:
-        made = cls(value)
-        made.symbol = symbol
-        return made
+    def with_symbol(cls, value: float, symbol: Callable[[], Any]) -> OpenFloat:
+        number = cls(value)
+        number.symbol = symbol
+        return number
 
 
 class StandIn(Tensor):
@@ -126,7 +126,7 @@ StandIn.__name__ = "Tensor"  # in errors of Python about operands
 
 
 def _is_torchs_or_none(grad_fn: Any) -> bool:
-    """Whether the derivative of a result is that of the operations by which it was made.
+    """Whether torch derives the derivative of a result from the operations that made it.
 
     Of torch's own functions it is: torch.export has one for an index.
     """
@@ -168,7 +168,7 @@ class Recorder(TorchFunctionMode):
         learned: whether scores require gradients.
 
     Attributes:
-        operations, numbers, made: as in a `Record`.
+        operations, numbers, created_tensors: as in a `Record`.
         read: the tensors that are read.
     """
 
@@ -183,14 +183,14 @@ class Recorder(TorchFunctionMode):
         self.numbers: list[int | float] = []
         self.read: list[Tensor] = []
         self.reads: list[Reading] = []
-        self.made: dict[int, Tensor] = {}
+        self.created_tensors: dict[int, Tensor] = {}
         self._executes = torch.compiler.is_compiling()
-        self._known: list[Tensor] = []  # arguments, tensors that are read, and results
+        self._tensors: list[Tensor] = []  # arguments, tensors that are read, and results
         self._kinds: list[Kind] = []  # of each
         self._constants: set[int] = set()  # those that depend on no argument and no such tensor
         self._operands: list[int] = []  # of the operation that is being noted
         self._shared: set[int] = set()  # tensors of which another has the memory
-        self._number: dict[int, int] = {}  # by id, which `_known` keeps from being reused
+        self._number: dict[int, int] = {}  # by id, which `_tensors` keeps from being reused
         self._default_dtype = torch.get_default_dtype()
         self._learns = torch.is_grad_enabled()
         self._level = 0 if self._executes else transforms()
@@ -198,9 +198,9 @@ class Recorder(TorchFunctionMode):
     def arguments(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """The arguments of a mod."""
         if self._executes:
-            made = [torch.zeros((), dtype=dtype, device=self.device) for dtype in dtypes]
-            self._known.extend(made)
-            return made
+            tensors = [torch.zeros((), dtype=dtype, device=self.device) for dtype in dtypes]
+            self._tensors.extend(tensors)
+            return tensors
         learned = [self.learned and dtype.is_floating_point for dtype in dtypes]
         return [self._stand_in(Kind(x, (), y)) for x, y in zip(dtypes, learned, strict=True)]
 
@@ -218,22 +218,22 @@ class Recorder(TorchFunctionMode):
     def _noted_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         func = OF_OPERATORS.get(func, func)
         self._operands = []
-        before, known = len(self.numbers), len(self._known)
-        given = self.noted(args), self.noted(kwargs) if kwargs else ("dict",)
-        read = len(self._known) - known
+        number_count, tensor_count = len(self.numbers), len(self._tensors)
+        noted_operands = self.noted(args), self.noted(kwargs) if kwargs else ("dict",)
+        read_count = len(self._tensors) - tensor_count
         if self._executes:
             result = self._executed(func, args, kwargs)
         else:
-            some = len(self.numbers) > before and func not in BY_KIND
-            numbers = tuple(self.numbers[before:]) if some else ()
-            result = self._result((func, given, numbers), args, kwargs)
-        results = len(self._known) - known - read
+            takes_numbers = len(self.numbers) > number_count and func not in BY_KIND
+            numbers = tuple(self.numbers[number_count:]) if takes_numbers else ()
+            result = self._result((func, noted_operands, numbers), args, kwargs)
+        results = len(self._tensors) - tensor_count - read_count
         if results or (func is torch._C._set_grad_enabled and self._learns):
-            self.operations.append(Operation(func, *given, results))
+            self.operations.append(Operation(func, *noted_operands, results))
             if self.notes is not None:
                 self.notes.add(self)
         else:  # such as a device or a length, which is an operand of what follows
-            del self.numbers[before:]
+            del self.numbers[number_count:]
         return result
 
     def noted(self, value: Any) -> Hashable:
@@ -284,8 +284,8 @@ class Recorder(TorchFunctionMode):
 
     def _number_of(self, tensor: Tensor) -> int:
         if self._executes:
-            for number, known in enumerate(self._known):
-                if known is tensor:
+            for number, other in enumerate(self._tensors):
+                if other is tensor:
                     return number
             return self._read(tensor)
         number = self._number.get(id(tensor), -1)
@@ -302,7 +302,7 @@ class Recorder(TorchFunctionMode):
 
     def _read(self, tensor: Tensor) -> int:
         """The number of a tensor that no recorded operation has made."""
-        number = len(self._known)
+        number = len(self._tensors)
         if tensor.is_nested:
             refuse(
                 "a mod reads a nested tensor, whose rows have lengths of their own",
@@ -317,9 +317,9 @@ class Recorder(TorchFunctionMode):
             function = type(tensor).__torch_function__
             if getattr(function, "__func__", function) not in _FUNCTIONS:
                 StandIn.__torch_dispatch__(f"operations of a {type(tensor).__name__}", ())
-            self._kinds.append(Kind.of(tensor))
+            self._kinds.append(Kind.from_tensor(tensor))
             self._number[id(tensor)] = number
-        self._known.append(tensor)
+        self._tensors.append(tensor)
         self.read.append(tensor)
         self.reads.append(Reading(number, tensor.dtype, tensor.dim(), is_differentiated(tensor)))
         return number
@@ -329,8 +329,8 @@ class Recorder(TorchFunctionMode):
         run = element if func is Tensor.__getitem__ else func
         result = run(*args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
-        made = [item for item in results if isinstance(item, Tensor)]
-        self._known.extend(made)
+        tensors = [item for item in results if isinstance(item, Tensor)]
+        self._tensors.extend(tensors)
         return result
 
     def _result(self, operation: tuple[Any, ...], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -342,71 +342,75 @@ class Recorder(TorchFunctionMode):
             checked_name(func)
         kinds = tuple([self._kinds[number] for number in self._operands])
         signature = operation, kinds, self._default_dtype, torch.is_grad_enabled()
-        found = _results.get(signature)
-        if found is None:
+        inferred_result = _results.get(signature)
+        if inferred_result is None:
             try:
-                found = inferred(func, args, kwargs)
+                inferred_result = inferred(func, args, kwargs)
             except RuntimeError:  # also of operations without a slope, such as sums of integers
                 with torch.no_grad():
-                    found = inferred(func, args, kwargs)
+                    inferred_result = inferred(func, args, kwargs)
             if len(_results) >= _MOST_RESULTS:
                 _results.clear()
-            _results[signature] = found
-        if type(found) is Kind:
-            return self._stand_in(found)
-        if found is NO_TENSOR:
+            _results[signature] = inferred_result
+        if type(inferred_result) is Kind:
+            return self._stand_in(inferred_result)
+        if inferred_result is NO_TENSOR:
             if name_of(func) in TEXT and type(args[0]) is StandIn:
                 return f"<{', '.join(map(str, kinds))} in a mod>"
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
-        if type(found) is Same:
-            number = self._operands[found.place]
-            held = type(self._known[number]) is not StandIn or number in self._shared
-            if found.changed and held:
+        if type(inferred_result) is Same:
+            number = self._operands[inferred_result.operand_index]
+            is_fixed = type(self._tensors[number]) is not StandIn or number in self._shared
+            if inferred_result.changed and is_fixed:
                 refuse_write(name_of(func))
-            if found.changed and found.learned:
-                self._known[number].requires_grad_()
+            if inferred_result.changed and inferred_result.learned:
+                self._tensors[number].requires_grad_()
                 self._kinds[number] = self._kinds[number]._replace(learned=True)
             if number in self._constants:
-                self._constants.add(len(self._known))
-            self._known.append(self._known[number])
+                self._constants.add(len(self._tensors))
+            self._tensors.append(self._tensors[number])
             self._kinds.append(self._kinds[number])
-            return self._known[number]
-        before = len(self._known)
-        leaves = [self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in found.leaves]
-        if found.places:
-            self._shared.update([self._operands[place] for place in found.places])
-            self._shared.update(range(before, len(self._known)))
-        return pytree.tree_unflatten(leaves, found.tree)
+            return self._tensors[number]
+        before = len(self._tensors)
+        leaves = [
+            self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in inferred_result.leaves
+        ]
+        if inferred_result.operand_indices:
+            self._shared.update(
+                [self._operands[index] for index in inferred_result.operand_indices]
+            )
+            self._shared.update(range(before, len(self._tensors)))
+        return pytree.tree_unflatten(leaves, inferred_result.tree)
 
     def _stand_in(self, kind: Kind) -> Tensor:
         dtype, shape, learned = kind
-        made: Tensor = Tensor._make_wrapper_subclass(
+        stand_in: Tensor = Tensor._make_wrapper_subclass(
             StandIn,
             shape,
             dtype=dtype,
             device=self.device,
             requires_grad=learned,
         )
-        self._number[id(made)] = len(self._known)
-        self._known.append(made)
+        self._number[id(stand_in)] = len(self._tensors)
+        self._tensors.append(stand_in)
         self._kinds.append(kind)
-        return made
+        return stand_in
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation on nothing but constants, computed on the CPU."""
         name = checked_name(func)
-        result, changed = run(func, *moved(name, args, kwargs, "cpu"))
+        result, changed = run(func, *on_device(name, args, kwargs, "cpu"))
         if changed:
             refuse_write(name)
         if isinstance(result, np.ndarray):  # the memory of a constant, which stays as it is noted
             result.flags.writeable = False
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for tensor in made:
-            number = len(self._known)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            number = len(self._tensors)
             self._number.setdefault(id(tensor), number)
             self._constants.add(number)
-            self.made[number] = tensor
-            self._known.append(tensor)
-            self._kinds.append(Kind.of(tensor))
+            self.created_tensors[number] = tensor
+            self._tensors.append(tensor)
+            self._kinds.append(Kind.from_tensor(tensor))
         return result

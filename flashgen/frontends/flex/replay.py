@@ -45,12 +45,12 @@ class _Replay:
         self.varying = varying
         self.notes = record.notes
         self.done = 0  # operations
-        self.place = 0  # of the next number
+        self.number_index = 0  # of the next number
         self.next = 0  # the number of the next argument or result
         self.beside: torch.dtype | None = None  # of the narrow integers of the operation
         self.created: set[int] = set()  # constants that depend on a number that varies
-        places = enumerate(record.key.reads)
-        self.read = {reading.number: record.tensors[place] for place, reading in places}
+        readings = enumerate(record.key.reads)
+        self.read = {reading.number: record.tensors[index] for index, reading in readings}
         self.values: dict[int, Any] = {}  # arguments and results by their numbers
 
     def mod(
@@ -85,14 +85,14 @@ class _Replay:
         return TracedArray((), dtype, lambda _: literal(returned))
 
     def _run(self, operation: Operation) -> None:
-        first, operands = self.place, _tensors_in((operation.args, operation.kwargs))
+        first, operands = self.number_index, _tensors_in((operation.args, operation.kwargs))
         self.beside = self._narrow(operation.function, operands)
         args, kwargs = self._value(operation.args), self._value(operation.kwargs)
         if operation.function is torch._C._set_grad_enabled:
             self.tracer.learns = args[0]
             return
-        varies = not self.varying.isdisjoint(range(first, self.place))
-        if all(number in self.record.made for number in operands) and (
+        varies = not self.varying.isdisjoint(range(first, self.number_index))
+        if all(number in self.record.created_tensors for number in operands) and (
             varies or not self.created.isdisjoint(operands)
         ):
             # The results of an operation on constants come from each call's own record.
@@ -100,15 +100,15 @@ class _Replay:
                 while self.next in self.read:
                     self.next += 1
                 self.created.add(self.next)
-                self._keep(self.tracer.created(self.record.made[self.next], self.next))
+                self._keep(self.tracer.created(self.record.created_tensors[self.next], self.next))
             return
         with self.tracer:
-            made = self._applied(operation.function, args, kwargs, varies)
-            if varies and self.beside is not None and made[0].is_floating_point():
-                self.place, self.beside = first, None  # floats hold the number itself
+            results = self._applied(operation.function, args, kwargs, varies)
+            if varies and self.beside is not None and results[0].is_floating_point():
+                self.number_index, self.beside = first, None  # floats hold the number itself
                 args, kwargs = self._value(operation.args), self._value(operation.kwargs)
-                made = self._applied(operation.function, args, kwargs, varies)
-        for leaf in made:
+                results = self._applied(operation.function, args, kwargs, varies)
+        for leaf in results:
             self._keep(leaf if self.tracer.learns else leaf.detach())
 
     def _applied(
@@ -150,11 +150,11 @@ class _Replay:
         if type(noted) is int:
             return self.values[noted] if noted in self.values else self.read[noted]
         if noted in ("int", "float"):
-            place, self.place = self.place, self.place + 1
-            value = self.record.numbers[place]
-            if place not in self.varying:
+            index, self.number_index = self.number_index, self.number_index + 1
+            value = self.record.numbers[index]
+            if index not in self.varying:
                 return value
-            scalar = self.tracer.number(value, place)
+            scalar = self.tracer.number(value, index)
             return scalar if noted == "float" or self.beside is None else scalar.to(self.beside)
         kind, *parts = noted
         if kind == "plain":

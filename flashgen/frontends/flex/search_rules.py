@@ -26,13 +26,13 @@ MOST_BOUNDARIES = 256
 
 
 def _bucketize(
-    to: Result, /, x: Any, boundaries: TracedArray, *, right: bool = False, **_: Any
+    result: Result, /, x: Any, boundaries: TracedArray, *, right: bool = False, **_: Any
 ) -> TracedArray:
-    return _counted(to, "bucketize", x, boundaries, right)
+    return _counted(result, "bucketize", x, boundaries, right)
 
 
 def _searchsorted(
-    to: Result,
+    result: Result,
     /,
     boundaries: TracedArray,
     x: Any,
@@ -43,30 +43,32 @@ def _searchsorted(
     **_: Any,
 ) -> TracedArray:
     if sorter is not None:
-        to.tracer.refuse("searchsorted with a sorter", way_out="boundaries that are sorted")
-    return _counted(to, "searchsorted", x, boundaries, right or side == "right")
+        result.tracer.refuse("searchsorted with a sorter", way_out="boundaries that are sorted")
+    return _counted(result, "searchsorted", x, boundaries, right or side == "right")
 
 
-def _counted(to: Result, name: str, x: Any, boundaries: TracedArray, right: bool) -> TracedArray:
-    values = x if isinstance(x, TracedArray) else single(literal(x), to.dtype)
+def _counted(
+    result: Result, name: str, x: Any, boundaries: TracedArray, right: bool
+) -> TracedArray:
+    values = x if isinstance(x, TracedArray) else single(literal(x), result.dtype)
     if len(boundaries.shape) != 1 or boundaries.shape[0] > MOST_BOUNDARIES:
-        to.tracer.refuse(
+        result.tracer.refuse(
             f"torch.{name} counts boundaries of one dimension, at most {MOST_BOUNDARIES}",
             numbers=f"boundaries of shape {boundaries.shape}",
             way_out="fewer boundaries, or the buckets of all distances as a captured tensor",
         )
-    to.tracer.rigid = True  # one comparison for each boundary
+    result.tracer.rigid = True  # one comparison for each boundary
 
-    def at(indices: tuple[Index, ...]) -> Entry:
+    def element_at(indices: tuple[Index, ...]) -> Entry:
         value = number(values.at(indices).whole)
         count: Traced = Value(sympy.S.Zero)
-        for place in range(boundaries.shape[0]):
-            edge = number(boundaries.at((place,)).whole)
+        for index in range(boundaries.shape[0]):
+            edge = number(boundaries.at((index,)).whole)
             above = value < edge if right else value <= edge  # false for NaN, which comes last
             count = count + where(above, 0, 1)
         return Entry(count)
 
-    return to.array(at, values.sizes)
+    return result.array(element_at, values.sizes)
 
 
 RULES: dict[str, Callable[..., Any]] = {"bucketize": _bucketize, "searchsorted": _searchsorted}

@@ -73,8 +73,10 @@ def is_replaced() -> bool:
     return bool(_former)
 
 
-def replace(made: Callable[[Kernel], Kernel], exports: Callable[[dict[str, Any]], bool]) -> None:
-    """Replaces torch's kernels by those that ``made`` returns for each of them.
+def replace(
+    replacement: Callable[[Kernel], Kernel], exports: Callable[[dict[str, Any]], bool]
+) -> None:
+    """Replaces torch's kernels by those that ``replacement`` returns for each of them.
 
     A trace of torch.export calls the kernel where ``exports`` is true of the kernel options. It
     does not tell which dtype torch.autocast will cast operands to.
@@ -88,7 +90,7 @@ def replace(made: Callable[[Kernel], Kernel], exports: Callable[[dict[str, Any]]
     for name in _KEYS:
         key = _key(name)
         _former[key] = torch.ops.higher_order.flex_attention.py_kernels[key]
-        torch.ops.higher_order.flex_attention.py_kernels[key] = made(_former[key])
+        torch.ops.higher_order.flex_attention.py_kernels[key] = replacement(_former[key])
     rules = torch.ops.higher_order.flex_attention.python_key_table
     _former_rule[:] = [rules[_proxy_mode()]]
     kernel = torch.ops.higher_order.flex_attention.py_kernels[_key(_KEYS[0])]
@@ -113,7 +115,7 @@ def _proxy_mode() -> Any:
 def _rule(
     kernel: Kernel, serves: Callable[[dict[str, Any]], bool], former: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The rule of a trace, whose mode torch has left; that of torch.export may call the kernel."""
+    """The rule of a trace, whose mode torch has left; torch.export may call the kernel."""
 
     def rule(mode: Any, *arguments: Any) -> Any:
         if not (mode.pre_dispatch and serves(arguments[_OPTIONS])):

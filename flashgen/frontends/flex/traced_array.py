@@ -74,8 +74,8 @@ class TracedArray:
 
     def broadcast(self, indices: tuple[Index, ...]) -> tuple[Index, ...]:
         """The indices of the element that broadcasting puts at ``indices`` of a larger array."""
-        own = indices[len(indices) - len(self.shape) :]
-        return tuple(0 if n == 1 else i for n, i in zip(self.shape, own, strict=True))
+        own_indices = indices[len(indices) - len(self.shape) :]
+        return tuple(0 if n == 1 else i for n, i in zip(self.shape, own_indices, strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,16 @@ class Result:
 
     def array(
         self,
-        at: Callable[[tuple[Index, ...]], Entry],
+        element_at: Callable[[tuple[Index, ...]], Entry],
         sizes: Sequence[Callable[[], Index]] | None = None,
     ) -> TracedArray:
         """An array of the first shape; without ``sizes`` its lengths are the same in all calls."""
         shape = self.shapes[0]
         if not shape:
-            return single(at(()), self.dtype)
-        return TracedArray(shape, self.dtype, at, fixed(shape) if sizes is None else tuple(sizes))
+            return single(element_at(()), self.dtype)
+        return TracedArray(
+            shape, self.dtype, element_at, fixed(shape) if sizes is None else tuple(sizes)
+        )
 
 
 def fixed(shape: Sequence[int]) -> tuple[Callable[[], Index], ...]:

@@ -54,7 +54,9 @@ class CallSizes(NamedTuple):
     learned: bool = False
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, device: torch.device) -> CallSizes:
+    def from_tensors(
+        cls, query: torch.Tensor, key: torch.Tensor, device: torch.device
+    ) -> CallSizes:
         """Those of a call; for a symbol the largest one, so that expressions rely on no smaller."""
         sizes = *query.shape[:3], key.shape[2]
         batch, heads, seq_q, seq_k = (x if type(x) is int else POSITION_LIMIT for x in sizes)
@@ -72,34 +74,34 @@ class CaptureLocation:
     """Where a call finds a captured tensor.
 
     Attributes:
-        place: its place among the tensors that the record of the call reads.
-        made: its number, if the mod creates it anew for each call.
-        held: the tensor itself, if the mod creates it with the same contents at each call.
+        tensor_index: its index among the tensors that the record of the call reads.
+        created_number: its number, if the mod creates it anew for each call.
+        constant: the tensor itself, if the mod creates it with the same contents at each call.
         learned: whether it has a gradient.
     """
 
-    place: int | None
-    made: int | None
-    held: torch.Tensor | None
+    tensor_index: int | None
+    created_number: int | None
+    constant: torch.Tensor | None
     learned: bool = False
 
-    def of(self, record: Record) -> torch.Tensor:
-        if self.held is not None:
-            return self.held
-        if self.made is not None:
-            return record.made[self.made]
-        assert self.place is not None
-        return record.tensors[self.place]
+    def tensor_in(self, record: Record) -> torch.Tensor:
+        if self.constant is not None:
+            return self.constant
+        if self.created_number is not None:
+            return record.created_tensors[self.created_number]
+        assert self.tensor_index is not None
+        return record.tensors[self.tensor_index]
 
     def as_argument(
         self, record: Record, device: torch.device, constant: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        tensor = self.of(record)
-        if self.place is None:
+        tensor = self.tensor_in(record)
+        if self.tensor_index is None:
             tensor = constant(tensor)
         if not self.learned and is_differentiated(tensor):
             tensor = tensor.detach()
-        return as_argument(tensor, device, self.place is None)
+        return as_argument(tensor, device, self.tensor_index is None)
 
 
 def as_argument(tensor: torch.Tensor, device: torch.device, follows: bool = False) -> torch.Tensor:
@@ -120,11 +122,11 @@ class TracedMods:
 
     Attributes:
         mask, score: the mods of the spec; None where the user gave none.
-        of_mask_mod: the condition of the mask_mod alone, true without one; ``mask`` is false also
-            where the score_mod returns minus infinity.
+        mask_mod_condition: the condition of the mask_mod alone, true without one; ``mask`` is
+            false also where the score_mod returns minus infinity.
         tensors: the captured tensors by their names in the spec.
         sizes: lengths of captured tensors that are run-time scalars: tensor and dimension.
-        numbers: numbers of the record that are run-time scalars: their places.
+        numbers: the indices of the numbers of the record that are run-time scalars.
         assumed: integer expressions that must not be negative at any position of a call.
         created: the numbers of captured tensors that the mods create anew for each call.
         shapes: the shapes of all captured tensors if the expressions depend on them, else None.
@@ -132,7 +134,7 @@ class TracedMods:
 
     mask: PickledMod | None
     score: PickledMod | None
-    of_mask_mod: sympy.Basic
+    mask_mod_condition: sympy.Basic
     name: str
     tensors: dict[str, CaptureLocation]
     sizes: dict[str, tuple[CaptureLocation, int]]
@@ -222,14 +224,14 @@ class TracedMods:
         Args:
             constant: is applied to tensors that the mods make.
         """
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, captured in self.tensors.items():
-            given[name] = captured.as_argument(record, device, constant)
+            arguments[name] = captured.as_argument(record, device, constant)
         for name, (captured, dim) in self.sizes.items():
-            given[name] = captured.of(record).shape[dim]
-        for name, place in self.numbers.items():
-            given[name] = record.numbers[place]
-        return given
+            arguments[name] = captured.tensor_in(record).shape[dim]
+        for name, index in self.numbers.items():
+            arguments[name] = record.numbers[index]
+        return arguments
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,10 +275,10 @@ def trace(
         _check_result("mask_mod", mask_mod, mask)
     if score is not None:
         _check_result("score_mod", score_mod, score)
-    return _made(mask_mod, score_mod, record, tracer, mask, score)
+    return _traced_mods(mask_mod, score_mod, record, tracer, mask, score)
 
 
-def _made(
+def _traced_mods(
     mask_mod: Mod | None,
     score_mod: Mod | None,
     record: Record,
@@ -287,39 +289,39 @@ def _made(
     mask = None if mask_array is None else mask_array.entry
     score = None if score_array is None else score_array.entry
     assert mask is None or mask.lost is None, "a condition is never minus infinity"
-    made_mask = None if mask is None else condition(mask.value)
-    of_mask_mod = sympy.true if made_mask is None else made_mask.expr
-    made_score = None if score is None else number(score.value)
-    if made_score is not None and score is not None and score.lost is not None:
+    mask_value = None if mask is None else condition(mask.value)
+    mask_mod_condition = sympy.true if mask_value is None else mask_value.expr
+    score_value = None if score is None else number(score.value)
+    if score_value is not None and score is not None and score.lost is not None:
         if SCORE in score.lost.expr.free_symbols:  # no tile can be skipped by the score
-            made_score = where(score.lost, -math.inf, made_score)
+            score_value = where(score.lost, -math.inf, score_value)
         else:
-            made_mask = ~score.lost if made_mask is None else made_mask & ~score.lost
+            mask_value = ~score.lost if mask_value is None else mask_value & ~score.lost
     captured = {
         tensor.name: _captured(source, learned)
         for source in tracer.sources
-        for learned, tensor in source.known.items()
+        for learned, tensor in source.spec_tensors.items()
     }
     used = {
         capture.name
-        for made in (made_mask, made_score)
-        if made is not None
-        for capture in made.captures
+        for value in (mask_value, score_value)
+        if value is not None
+        for capture in value.captures
     }
-    created = tuple(x.made for x in tracer.sources if x.made is not None)
+    created = tuple(x.created_number for x in tracer.sources if x.created_number is not None)
     lines = mask_mod if mask_mod is not None else score_mod
     return TracedMods(
-        mask=_stored(made_mask, lines),
-        score=_stored(made_score, score_mod),
-        of_mask_mod=of_mask_mod,
+        mask=_stored(mask_value, lines),
+        score=_stored(score_value, score_mod),
+        mask_mod_condition=mask_mod_condition,
         name=_name_of(mask_mod, score_mod),
-        tensors={name: place for name, place in captured.items() if name in used},
+        tensors={name: location for name, location in captured.items() if name in used},
         sizes={
             scalar.name: (_captured(source, False), dim)
             for (source, dim), scalar in tracer.sizes.items()
             if scalar.name in used
         },
-        numbers={x.name: place for place, x in tracer.numbers.items() if x.name in used},
+        numbers={x.name: location for location, x in tracer.numbers.items() if x.name in used},
         assumed=tuple(tracer.assumed),
         created=created,
         shapes=_shapes(record, created) if tracer.rigid else None,
@@ -327,12 +329,14 @@ def _made(
 
 
 def _shapes(record: Record, created: tuple[int, ...]) -> tuple[torch.Size, ...]:
-    return tuple(t.shape for t in (*record.tensors, *(record.made[n] for n in created)))
+    return tuple(t.shape for t in (*record.tensors, *(record.created_tensors[n] for n in created)))
 
 
 def _captured(source: CapturedTensor, learned: bool) -> CaptureLocation:
-    held = source.tensor if source.place is None and source.made is None else None
-    return CaptureLocation(source.place, source.made, held, learned)
+    constant = (
+        source.tensor if source.tensor_index is None and source.created_number is None else None
+    )
+    return CaptureLocation(source.tensor_index, source.created_number, constant, learned)
 
 
 def _check_result(role: str, mod: Mod | None, array: TracedArray) -> None:
@@ -348,11 +352,11 @@ def _check_result(role: str, mod: Mod | None, array: TracedArray) -> None:
         refuse_result(role, mod, wrong)
 
 
-def _stored(made: Traced | None, mod: Mod | None) -> PickledMod | None:
-    if made is None or mod is None:
+def _stored(value: Traced | None, mod: Mod | None) -> PickledMod | None:
+    if value is None or mod is None:
         return None
-    captures: tuple[Capture, ...] = made.captures
-    return PickledMod(TracedMod(made.expr, captures, _lines_of(mod, python_text(made.expr))))
+    captures: tuple[Capture, ...] = value.captures
+    return PickledMod(TracedMod(value.expr, captures, _lines_of(mod, python_text(value.expr))))
 
 
 def _lines_of(mod: Mod, fallback: str) -> SourceLines:
@@ -375,20 +379,20 @@ def _is_torchs(mod: Mod) -> bool:
 
 def _closed_over(mod: Mod) -> list[Mod]:
     """The functions in the closure of a function and, recursively, in theirs."""
-    found: list[Mod] = []
+    functions: list[Mod] = []
     for cell in getattr(mod, "__closure__", None) or ():
         content = cell.cell_contents
         for item in content if isinstance(content, tuple | list) else (content,):
             if callable(item):
-                found += [item, *_closed_over(item)]
-    return found
+                functions += [item, *_closed_over(item)]
+    return functions
 
 
 def _name_of(*mods: Mod | None) -> str:
     for mod in mods:
         inner = getattr(mod, "func", mod)
         name = str(getattr(inner, "__name__", "")).strip("_")
-        taken = name in GENERIC_NAMES or name in _TORCH_NAMES or name in BUILT_IN_NAMES
-        if name.isidentifier() and name.isascii() and not taken:
+        is_reserved = name in GENERIC_NAMES or name in _TORCH_NAMES or name in BUILT_IN_NAMES
+        if name.isidentifier() and name.isascii() and not is_reserved:
             return as_name(name)
     return "flex"

@@ -44,16 +44,17 @@ class CapturedTensor:
 
     Attributes:
         tensor: the tensor of the traced call.
-        place: its index among the tensors that a record reads; None for one that the mod creates.
-        made: its number in a record, for one that the mod creates anew for each call.
-        known: the tensors of the spec that stand for it, by whether they have a gradient.
+        tensor_index: its index among the tensors that a record reads; None for one that the mod
+            creates.
+        created_number: its number in a record, for one that the mod creates anew for each call.
+        spec_tensors: the tensors of the spec that stand for it, by whether they have a gradient.
     """
 
     tensor: torch.Tensor
     name: str
-    place: int | None = None
-    made: int | None = None
-    known: dict[bool, Tensor] = field(default_factory=dict)
+    tensor_index: int | None = None
+    created_number: int | None = None
+    spec_tensors: dict[bool, Tensor] = field(default_factory=dict)
 
 
 class TracedTensor(torch.Tensor):
@@ -69,12 +70,12 @@ class TracedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, array: TracedArray, tracer: Tracer) -> TracedTensor:
-        made: TracedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: TracedTensor = torch.Tensor._make_wrapper_subclass(
             cls, array.shape, dtype=array.dtype, device=tracer.device
         )
-        made.array = array
-        made.tracer = tracer
-        return made
+        tensor.array = array
+        tensor.tracer = tracer
+        return tensor
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<traced tensor of shape {self.array.shape}, {self.array.dtype}>"
@@ -106,7 +107,7 @@ class Tracer(TorchFunctionMode):
     Attributes:
         sources: the captured tensors in order of first use.
         sizes: run-time scalars that hold lengths of captured tensors, by source and dimension.
-        numbers: run-time scalars that hold numbers of a record, by their places in it.
+        numbers: run-time scalars that hold numbers of a record, by their indices in it.
         where: the user's ``file:line`` of the operation that runs.
         learns: False inside of torch.no_grad().
         assumed: integer expressions whose sign the traced expressions rely on: they are not
@@ -133,10 +134,10 @@ class Tracer(TorchFunctionMode):
         self.where = "unknown"
         self.learns = True
         self._bounds = bounds
-        self._places = {id(tensor): place for place, tensor in enumerate(read)}
+        self._tensor_indices = {id(tensor): index for index, tensor in enumerate(read)}
         self._names = names
-        self._known: dict[int, TracedTensor] = {}
-        self._taken: set[str] = set()
+        self._traced_tensors: dict[int, TracedTensor] = {}
+        self._used_names: set[str] = set()
 
     # The interface of TorchFunctionMode.
 
@@ -169,19 +170,19 @@ class Tracer(TorchFunctionMode):
         """``tensor`` as a captured tensor, unless it is traced already."""
         if isinstance(tensor, TracedTensor):
             return tensor
-        known = self._known.get(id(tensor))
-        if known is None:
+        traced_tensor = self._traced_tensors.get(id(tensor))
+        if traced_tensor is None:
             source = self._source(tensor)
-            known = self._known[id(tensor)] = self.wrap(
+            traced_tensor = self._traced_tensors[id(tensor)] = self.wrap(
                 self._captured(source, is_differentiated(tensor))
             )
-        return known
+        return traced_tensor
 
     def operand(self, tensor: torch.Tensor) -> TracedTensor:
         """An operand of an ATen operation; torch itself may have made a tensor of a number."""
         if isinstance(tensor, TracedTensor):
             return tensor
-        if tensor.dim() == 0 and id(tensor) not in self._places:
+        if tensor.dim() == 0 and id(tensor) not in self._tensor_indices:
             return self.constant(tensor)
         return self.traced(tensor)
 
@@ -192,7 +193,7 @@ class Tracer(TorchFunctionMode):
         data = tensor.detach().contiguous()
         captured: list[TracedArray] = []
 
-        def at(indices: tuple[Index, ...]) -> Entry:
+        def element_at(indices: tuple[Index, ...]) -> Entry:
             if all(isinstance(index, int) for index in indices):
                 return literal(data[indices].item())
             if not captured:
@@ -201,22 +202,24 @@ class Tracer(TorchFunctionMode):
                 captured.append(self._captured(source, grad=False))
             return captured[0].at(indices)
 
-        return self.wrap(TracedArray(tuple(data.shape), data.dtype, at, fixed(data.shape), data))
+        return self.wrap(
+            TracedArray(tuple(data.shape), data.dtype, element_at, fixed(data.shape), data)
+        )
 
     def created(self, tensor: torch.Tensor, number: int) -> TracedTensor:
         """A tensor that the mod creates anew for each call: it has a number in each record."""
         self.rigid = True
         self._check_dtype(tensor)
-        source = CapturedTensor(tensor, self._free_name("table"), made=number)
+        source = CapturedTensor(tensor, self._free_name("table"), created_number=number)
         self.sources.append(source)
         return self.wrap(self._captured(source, grad=False))
 
-    def number(self, value: int | float, place: int) -> TracedTensor:
+    def number(self, value: int | float, index: int) -> TracedTensor:
         """A number among the operands of a record as a run-time scalar."""
-        scalar = self.numbers.get(place)
+        scalar = self.numbers.get(index)
         if scalar is None:
             kind = "int32" if isinstance(value, int) else "float32"
-            scalar = self.numbers[place] = Scalar(self._free_name(f"number_{place}"), kind)
+            scalar = self.numbers[index] = Scalar(self._free_name(f"number_{index}"), kind)
         dtype = torch.int64 if isinstance(value, int) else torch.float32
         return self.wrap(single(Entry(scalar), dtype))
 
@@ -230,33 +233,35 @@ class Tracer(TorchFunctionMode):
 
     def _source(self, tensor: torch.Tensor) -> CapturedTensor:
         self._check_dtype(tensor)
-        place = self._places.get(id(tensor))
-        name = "" if place is None else self._names[place]
-        source = CapturedTensor(tensor, self._free_name(name or f"c{len(self.sources)}"), place)
+        index = self._tensor_indices.get(id(tensor))
+        name = "" if index is None else self._names[index]
+        source = CapturedTensor(tensor, self._free_name(name or f"c{len(self.sources)}"), index)
         self.sources.append(source)
         return source
 
     def _captured(self, source: CapturedTensor, grad: bool) -> TracedArray:
         tensor = source.tensor
 
-        def at(indices: tuple[Index, ...]) -> Entry:
+        def element_at(indices: tuple[Index, ...]) -> Entry:
             return Entry(_element(self._tensor(source, grad), indices))
 
         sizes = tuple(functools.partial(self._size, source, dim) for dim in range(tensor.dim()))
         return TracedArray(
             tuple(tensor.shape),
             tensor.dtype,
-            at,
-            sizes if source.place is not None else fixed(tensor.shape),
+            element_at,
+            sizes if source.tensor_index is not None else fixed(tensor.shape),
             detached=(lambda: self._captured(source, grad=False)) if grad else None,
         )
 
     def _tensor(self, source: CapturedTensor, grad: bool) -> Tensor:
-        if grad not in source.known:
-            name = source.name if not source.known else self._free_name(f"{source.name}_fixed")
+        if grad not in source.spec_tensors:
+            name = (
+                source.name if not source.spec_tensors else self._free_name(f"{source.name}_fixed")
+            )
             dims = tuple(f"{name}_{dim}" for dim in range(source.tensor.dim()))
-            source.known[grad] = Tensor(name, dims, DTYPES[source.tensor.dtype], grad)
-        return source.known[grad]
+            source.spec_tensors[grad] = Tensor(name, dims, DTYPES[source.tensor.dtype], grad)
+        return source.spec_tensors[grad]
 
     def _size(self, source: CapturedTensor, dim: int) -> Scalar:
         if (source, dim) not in self.sizes:
@@ -276,10 +281,10 @@ class Tracer(TorchFunctionMode):
         if name in LAYOUT_NAMES:  # the blocks of a BlockMask may come beside the mods
             name = f"{name}_value"
         free, count = name, 0
-        while free in self._taken:
+        while free in self._used_names:
             count += 1
             free = f"{name}_{count}"
-        self._taken.add(free)
+        self._used_names.add(free)
         return free
 
     # For the rules.

@@ -93,7 +93,7 @@ def attention(
     mask = FULL
     q_offset: int | Tensor = 0
     k_offset: int | Tensor = 0
-    given: list[tuple[Any, ...]] = []
+    score_tensors: list[tuple[Any, ...]] = []
     sizes = *query.shape[:3], key.shape[2]
     ranks = attention_mask.ranks if isinstance(attention_mask, Mask) else None
     if ranks is not None or current() is not None:
@@ -112,18 +112,18 @@ def attention(
     elif attention_mask is None:
         mask = _without_mask(module, is_causal, sizes)
     else:
-        given.append(given_tensor("attention_mask", attention_mask, sizes, captures))
+        score_tensors.append(given_tensor("attention_mask", attention_mask, sizes, captures))
     sequences = sequences_of(options, sizes, mask, ranks is not None)
     if sequences is None and ranks is None:
         _check_packed(attention_mask, options.get("position_ids"), sizes)
     if position_bias is not None:
-        given.append(given_tensor("position_bias", position_bias, sizes, captures))
+        score_tensors.append(given_tensor("position_bias", position_bias, sizes, captures))
     chosen = options.get("indices")
     if chosen is not None:
         keys = _chosen_keys(chosen, sizes)
-        given.append(given_tensor("chosen_keys", keys, sizes, captures))
+        score_tensors.append(given_tensor("chosen_keys", keys, sizes, captures))
     # Whether indices of queries and of keys begin with the call's first.
-    local = [any(not expanded[axis] for *_, expanded in given) for axis in (2, 3)]
+    local = [any(not expanded[axis] for *_, expanded in score_tensors) for axis in (2, 3)]
     if sequences is not None:
         captures["sequences_q"], captures["sequences_k"] = sequences
         local = [True, True]
@@ -144,7 +144,7 @@ def attention(
         constant(dropout > 0.0),
         None if softcap is None else constant(softcap),
         None if s_aux is None else (s_aux.dtype, s_aux.requires_grad),
-        tuple(given),
+        tuple(score_tensors),
         starts,
         sequences is not None,
     )
@@ -163,8 +163,8 @@ def attention(
 
 def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None:
     """The tensors and lengths that a mask reads, as arguments of the operator."""
-    for name, place, dim in captures_of(mask.name):
-        tensor = created_tensor(mask.name, name) if place is None else mask.tensors[place]
+    for name, index, dim in captures_of(mask.name):
+        tensor = created_tensor(mask.name, name) if index is None else mask.tensors[index]
         if dim is not None:
             captures[name] = tensor.shape[dim]
             continue
@@ -174,10 +174,10 @@ def _capture(mask: Mask, device: torch.device, captures: dict[str, Any]) -> None
 def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The output where a logit of each row joins the denominator of the row's softmax.
 
-    A sink of a spec counts rows by their positions, and those of a call begin behind a cache.
+    A sink of a spec counts rows by their positions, and the rows of a call begin behind a cache.
     """
     sizes = zip(sinks.shape, (*lse.shape, 1), strict=False)
-    if sinks.dim() != 4 or any(given not in (1, size) for given, size in sizes):
+    if sinks.dim() != 4 or any(length not in (1, size) for length, size in sizes):
         raise InputError(
             "sinks do not broadcast to the rows of the call",
             where="argument sinks of the attention function",
@@ -206,17 +206,17 @@ def _check_packed(mask: Any, positions: Any, sizes: tuple[int, ...]) -> None:
     """
     compiling = torch.compiler.is_compiling()
     if isinstance(mask, Mask):
-        for each in (positions, mask.positions):
-            if any(each is other for other in mask.checked):
+        for layer_positions in (positions, mask.positions):
+            if any(layer_positions is other for other in mask.checked):
                 continue
-            check_positions(each, mask.padding, mask.tensors, sizes)
+            check_positions(layer_positions, mask.padding, mask.tensors, sizes)
             if not compiling:
-                mask.checked.append(each)
+                mask.checked.append(layer_positions)
     elif mask is not None and not compiling:
-        of_model, padding = inputs_of_forward(outermost=True)
+        model_positions, padding = inputs_of_forward(outermost=True)
         if padding is None or (isinstance(padding, Tensor) and padding.dim() == 2):
             # A model that makes its mask by itself.
-            check_positions(of_model, padding, (), sizes, mask)
+            check_positions(model_positions, padding, (), sizes, mask)
 
 
 def _without_mask(module: torch.nn.Module, is_causal: bool | None, sizes: tuple[int, ...]) -> str:
@@ -254,9 +254,9 @@ def _chosen_keys(indices: Any, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:
-    for name, what in _UNSUPPORTED.items():
+    for name, feature in _UNSUPPORTED.items():
         if options.get(name) is not None:
-            _refuse(f"attention with {name}, {what}, has no kernel", name)
+            _refuse(f"attention with {name}, {feature}, has no kernel", name)
     if options.get("output_attentions"):
         _refuse("no kernel stores the attention weights", "output_attentions")
     if mask is None or isinstance(mask, Mask):
@@ -280,16 +280,16 @@ def _check(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> No
 
 
 def _check_mask(mask: Mask, query: Tensor, key: Tensor) -> None:
-    given = query.shape[0], query.shape[2], key.shape[2]
-    if mask.lengths == given:
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    if mask.lengths == sizes:
         return
     reading = reads(mask.name)
-    each = zip(mask.lengths, given, (reading[0], reading[2], reading[3]), strict=True)
-    if any(size != other and read for size, other, read in each):
+    compared = zip(mask.lengths, sizes, (reading[0], reading[2], reading[3]), strict=True)
+    if any(size != other and read for size, other, read in compared):
         raise InputError(
             "the mask was made for other sizes than those of the layer",
             where="argument attention_mask of the attention function",
-            numbers=f"batch, queries and keys {given}; the mask has {mask.lengths}",
+            numbers=f"batch, queries and keys {sizes}; the mask has {mask.lengths}",
             way_out='attn_implementation="eager" for this model, or for this part of it by a '
             "dictionary",
         )

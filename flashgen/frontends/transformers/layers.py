@@ -59,7 +59,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         sink: the dtype of the sinks, and whether they are learned; None without sinks.
-        given: the tensors of the call that have an element for each score.
+        score_tensors: the tensors of the call that have an element for each score.
         start: where their indices begin; positions themselves begin at the offsets of the call.
         packs: whether the call has the number of each row's sequence, and keeps sequences apart.
     """
@@ -70,16 +70,16 @@ class LayerKind(NamedTuple):
     dropout: bool
     softcap: float | None
     sink: tuple[torch.dtype, bool] | None
-    given: tuple[GivenTensor, ...]
+    score_tensors: tuple[GivenTensor, ...]
     start: Start
     packs: bool
 
     @classmethod
-    def of(cls, *fields: Any) -> LayerKind:
+    def from_fields(cls, *fields: Any) -> LayerKind:
         """A kind of layer from its fields as plain tuples."""
         plain = cls(*fields)
-        given = tuple(GivenTensor(*each) for each in plain.given)
-        return plain._replace(given=given, start=Start(*plain.start))
+        score_tensors = tuple(GivenTensor(*tensor) for tensor in plain.score_tensors)
+        return plain._replace(score_tensors=score_tensors, start=Start(*plain.start))
 
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -136,9 +136,9 @@ def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.d
     with _lock:
         key, by_lengths = recorded.key, (recorded.key, _lengths(recorded))
         # A compiled graph keeps its break after the mask has been traced.
-        known = known_name(key) or known_name(by_lengths)
-        if known:
-            return known
+        earlier_name = known_name(key) or known_name(by_lengths)
+        if earlier_name:
+            return earlier_name
         notes = Notes()
         again = record(function, None, device, notes)
         notes.names = [f"{n}_of_mask" if n in _OWN_NAMES else n for n in notes.names]
@@ -147,7 +147,7 @@ def _traced_name(recorded: RecordedMask, function: MaskFunction, device: torch.d
         if traced.shapes is not None:
             _rigid.add(key)
             key = by_lengths
-        name = CAUSAL if traced.of_mask_mod == (K <= Q) else _free_name(_name_of(function))
+        name = CAUSAL if traced.mask_mod_condition == (K <= Q) else _free_name(_name_of(function))
         if name != CAUSAL:
             _masks[name] = traced
         _names_of_masks[key] = name
@@ -185,31 +185,31 @@ def known_name(key: Hashable) -> str:
 
 
 def captures_of(mask: str) -> tuple[tuple[str, int | None, int | None], ...]:
-    """What a mask captures: name in the spec, place in `RecordedMask.tensors`, and a dimension.
+    """What a mask captures: name in the spec, index in `RecordedMask.tensors`, and a dimension.
 
-    The place is None for a tensor that the mask function creates, see `created_tensor`. The
+    The index is None for a tensor that the mask function creates, see `created_tensor`. The
     dimension is None for the tensor itself, else the length of that dimension is captured.
     """
     if mask in (FULL, CAUSAL):
         return ()
     traced = _masks[mask]
-    tensors = [(name, found.place, None) for name, found in traced.tensors.items()]
-    lengths = [(name, found.place, dim) for name, (found, dim) in traced.sizes.items()]
+    tensors = [(name, location.tensor_index, None) for name, location in traced.tensors.items()]
+    lengths = [(name, location.tensor_index, dim) for name, (location, dim) in traced.sizes.items()]
     return (*tensors, *lengths)
 
 
 def created_tensor(mask: str, name: str) -> torch.Tensor:
     """A tensor that a mask function creates, with the same contents at each call."""
-    found = _masks[mask].tensors[name].held
-    assert found is not None, "it has no place among the tensors that the function reads"
-    return found
+    tensor = _masks[mask].tensors[name].constant
+    assert tensor is not None, "it has no place among the tensors that the function reads"
+    return tensor
 
 
 def reads(mask: str) -> tuple[bool, bool, bool, bool]:
     """Whether a mask depends on the batch entry, the head, the query and the key."""
     if mask in (FULL, CAUSAL):
         return False, False, mask == CAUSAL, mask == CAUSAL
-    symbols = _masks[mask].of_mask_mod.free_symbols
+    symbols = _masks[mask].mask_mod_condition.free_symbols
     return B in symbols, H in symbols, Q in symbols, K in symbols
 
 
@@ -219,7 +219,7 @@ def counts_from_row(mask: str) -> bool:
     Causal masks and windows depend on distances, which packed sequences have too; chunks and
     prefixes are counted from the first position.
     """
-    return mask not in (FULL, CAUSAL) and not is_of_distances(_masks[mask].of_mask_mod)
+    return mask not in (FULL, CAUSAL) and not is_of_distances(_masks[mask].mask_mod_condition)
 
 
 def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
@@ -232,13 +232,13 @@ def operator_name(mask: str, layer: tuple[Any, ...]) -> str:
         InputError: no spec can have these options, such as a head dim above 576.
     """
     key = mask, layer
-    found = _names.get(key)
-    if found is None:
+    name = _names.get(key)
+    if name is None:
         with _lock:
-            made = attention(_checked_spec(mask, LayerKind.of(*layer)))
-            setattr(operators, made.name, made)
-            found = _names[key] = made.name
-    return found
+            operator = attention(_checked_spec(mask, LayerKind.from_fields(*layer)))
+            setattr(operators, operator.name, operator)
+            name = _names[key] = operator.name
+    return name
 
 
 for _constant in (
@@ -267,8 +267,8 @@ def _name_of(function: MaskFunction) -> str:
     """The names of the functions that a mask is composed of, without their common endings."""
     inner = [inner for _, inner in closure(function, FunctionType)]
     parts: list[str] = []
-    for each in inner or [function]:
-        name = str(getattr(each, "__qualname__", "mask")).partition(".")[0]
+    for named in inner or [function]:
+        name = str(getattr(named, "__qualname__", "mask")).partition(".")[0]
         name = re.sub(r"(_mask)?(_function|_overlay|_fn)$", "", name).strip("_")
         if name not in ("and_masks", "or_masks", *parts) and re.fullmatch("[A-Za-z]\\w*", name):
             parts.append(name)
@@ -327,20 +327,22 @@ def _mask_mod(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
         return whole
     numbers = [Tensor(f"sequences_{axis}", (1, f"sequences_{axis}_rows"), "int32") for axis in "qk"]
 
-    def of_sequences(b: Any, h: Any, q: Any, k: Any) -> Any:
-        of_q = numbers[0][0, from_start("q_start", layer.start.q, q)]
-        together = of_q == numbers[1][0, from_start("k_start", layer.start.k, k)]
+    def in_sequence(b: Any, h: Any, q: Any, k: Any) -> Any:
+        query_sequence = numbers[0][0, from_start("q_start", layer.start.q, q)]
+        together = query_sequence == numbers[1][0, from_start("k_start", layer.start.k, k)]
         return together if whole is None else whole(b, h, q, k) & together
 
-    return of_sequences
+    return in_sequence
 
 
 def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
-    parts = [element(given, layer.start) for given in layer.given if given.dtype == torch.bool]
+    parts = [
+        element(tensor, layer.start) for tensor in layer.score_tensors if tensor.dtype == torch.bool
+    ]
     if mask == CAUSAL:
         parts.append(lambda b, h, q, k: k <= q)
-    elif mask != FULL and (made := _masks[mask].mask) is not None:
-        parts.append(made)
+    elif mask != FULL and (mask_mod := _masks[mask].mask) is not None:
+        parts.append(mask_mod)
     if len(parts) < 2:
         return parts[0] if parts else None
     return lambda b, h, q, k: functools.reduce(operator.and_, [part(b, h, q, k) for part in parts])
@@ -348,7 +350,7 @@ def _mask_of_row(mask: str, layer: LayerKind) -> Callable[..., Any] | None:
 
 def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
     softcap = layer.softcap
-    added = [element(x, layer.start) for x in layer.given if x.dtype != torch.bool]
+    added = [element(x, layer.start) for x in layer.score_tensors if x.dtype != torch.bool]
     if softcap is None and not added:
         return None
 
@@ -363,8 +365,8 @@ def _score_mod(layer: LayerKind) -> Callable[..., Any] | None:
 
 
 def _name_of_layer(mask: str, layer: LayerKind) -> str:
-    """A name of what a layer computes, such as ``sliding_window_causal_softcap``."""
-    parts = [mask, *(given.name for given in layer.given)]
+    """A name for the variant of a layer, such as ``sliding_window_causal_softcap``."""
+    parts = [mask, *(tensor.name for tensor in layer.score_tensors)]
     parts += ["softcap"] if layer.softcap is not None else []
     parts += ["sink"] if layer.sink is not None else []
     parts += ["packed"] if layer.packs else []

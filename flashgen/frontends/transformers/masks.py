@@ -47,13 +47,13 @@ class Mask(BlockMask):
     therefore the base class; a mask of flashgen has no blocks.
 
     Attributes:
-        name: what the mask is made of; its traced expression is kept under this name.
+        name: the name under which the traced expression of the mask is kept.
         tensors: the tensors that the mask reads.
         lengths: batch, number of queries, number of keys.
         q_offset: the position of the first query: an int, or a tensor whose value is never read
             by the host.
         k_offset: the position of the first key.
-        bias: what a model has added to the mask; attention adds it to the scores.
+        bias: the tensor that a model has added to the mask; attention adds it to the scores.
         ranks: over which the positions are divided; the lengths are those of a part then, and the
             tensors those of the whole.
         padding: the mask of padding that the model was given, bool [batch, positions], or None.
@@ -94,23 +94,23 @@ class Mask(BlockMask):
         if isinstance(device, Tensor):
             device = device.device
         tensors = tuple(tensor.to(device) for tensor in self.tensors)
-        at = self.q_offset
-        q_offset = at.to(device) if isinstance(at, Tensor) else at
+        offset = self.q_offset
+        q_offset = offset.to(device) if isinstance(offset, Tensor) else offset
         bias = None if self.bias is None else self.bias.to(device)
         return self._with(tensors=tensors, q_offset=q_offset, bias=bias)
 
     def _with(self, **fields: Any) -> Mask:
         """The mask with other fields."""
-        places = "lengths", "q_offset", "k_offset"
-        others = "bias", "ranks", "padding", "positions", "elements"
-        names = "name", "tensors", *places, *others
+        position_fields = "lengths", "q_offset", "k_offset"
+        other_fields = "bias", "ranks", "padding", "positions", "elements"
+        names = "name", "tensors", *position_fields, *other_fields
         return Mask(**{**{name: getattr(self, name) for name in names}, **fields})
 
-    def _of_rows(self, kept: range) -> Mask:
+    def _with_rows(self, rows: range) -> Mask:
         bias = self.bias
         if bias is not None and bias.shape[-2] > 1:
-            bias = bias[..., kept.start : kept.stop, :]
-        return self._with(q_offset=self.q_offset + kept.start, bias=bias, elements=None)
+            bias = bias[..., rows.start : rows.stop, :]
+        return self._with(q_offset=self.q_offset + rows.start, bias=bias, elements=None)
 
     def __add__(self, other: Any) -> Mask:
         """The mask with a bias for each score, [batch or 1, heads or 1, seq_q or 1, seq_k]."""
@@ -136,21 +136,21 @@ class Mask(BlockMask):
 
         For slices that cut trailing keys, for slices of rows (Gemma 4), and for head 0.
         """
-        given = index if isinstance(index, tuple) else (index,)
-        of_head = given[1:2] == (0,) and all(x == slice(None) for x in (given[0], *given[2:]))
-        if of_head and self.elements is not None and self.bias is None:
+        items = index if isinstance(index, tuple) else (index,)
+        selects_head = items[1:2] == (0,) and all(x == slice(None) for x in (items[0], *items[2:]))
+        if selects_head and self.elements is not None and self.bias is None:
             return self._elements("its head")[:, 0].as_subclass(MaskOfHead)
-        *leading, last = given
-        rows = leading.pop() if len(given) == 4 and isinstance(leading[2], slice) else slice(None)
+        *leading, last = items
+        rows = leading.pop() if len(items) == 4 and isinstance(leading[2], slice) else slice(None)
         whole = all(item == slice(None) or item is Ellipsis for item in leading)
-        of_keys = len(given) == 4 or Ellipsis in leading
-        if whole and of_keys and isinstance(last, slice) and not last.start:
+        selects_keys = len(items) == 4 or Ellipsis in leading
+        if whole and selects_keys and isinstance(last, slice) and not last.start:
             batch, queries, keys = self.lengths
-            kept = range(queries)[rows]
-            of_part = self.ranks is not None and len(kept) < queries
-            if last.step in (None, 1) and kept.step == 1 and not of_part:
-                cut = self if len(kept) == queries else self._of_rows(kept)
-                return cut._with(lengths=(batch, len(kept), len(range(keys)[last])))
+            row_range = range(queries)[rows]
+            cuts_ranks = self.ranks is not None and len(row_range) < queries
+            if last.step in (None, 1) and row_range.step == 1 and not cuts_ranks:
+                cut = self if len(row_range) == queries else self._with_rows(row_range)
+                return cut._with(lengths=(batch, len(row_range), len(range(keys)[last])))
         _refuse(f"mask[{index}]")
 
     dtype = torch.bool
@@ -169,8 +169,8 @@ class Mask(BlockMask):
         """The mask as a bool tensor [batch, 1, seq_q, seq_k]."""
         if self.elements is None or self.bias is not None:
             _refuse(use)
-        made: Tensor = self.elements()[..., : self.lengths[2]]
-        return made
+        elements: Tensor = self.elements()[..., : self.lengths[2]]
+        return elements
 
     def __repr__(self) -> str:
         return f"<mask of flashgen, shape {self.shape}>"
@@ -286,7 +286,7 @@ def make_mask(
         device=device,
     )
     lengths = batch_size, q_length, kv_length
-    ranks, given = current(), attention_mask
+    ranks, model_padding = current(), attention_mask
     if ranks is not None:
         sizes = q_length, kv_length, q_offset, kv_offset
         packs = "allow_is_bidirectional_skip" not in options
@@ -309,10 +309,14 @@ def make_mask(
         tensors = recorded.tensors
         if attention_mask is None and q_length == kv_length:
             _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
-    places = lengths, q_offset, kv_offset
+    positioned = lengths, q_offset, kv_offset
     positions = None if torch.compiler.is_compiling() else inputs_of_forward()[0]
-    others: dict[str, Any] = {"padding": given, "positions": positions, "elements": elements}
-    return Mask(name, tensors, *places, ranks=ranks, **others)
+    others: dict[str, Any] = {
+        "padding": model_padding,
+        "positions": positions,
+        "elements": elements,
+    }
+    return Mask(name, tensors, *positioned, ranks=ranks, **others)
 
 
 def _check_heads(config: Any) -> None:
@@ -322,8 +326,8 @@ def _check_heads(config: Any) -> None:
     """
     divided = getattr(config, "distributed_config", None)
     ranks = getattr(divided, "tp_size", None) or 1
-    own = not isinstance(getattr(divided, "tp_plan", None), dict)
-    if ranks == 1 or not own:
+    uses_models_plan = not isinstance(getattr(divided, "tp_plan", None), dict)
+    if ranks == 1 or not uses_models_plan:
         return
     plan = getattr(config, "base_model_tp_plan", None) or {}
     for projection, name in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
@@ -342,7 +346,7 @@ def _check_heads(config: Any) -> None:
 def _check_layers(config: Any) -> None:
     """Refuses a model whose layers do something else with a BlockMask than with a tensor.
 
-    They take a mask of flashgen for one, and would leave out what they do with a tensor.
+    They take a mask of flashgen for a BlockMask, and would leave out their steps for a tensor.
     """
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     layer = _layer_with_block_masks(name)
@@ -357,9 +361,11 @@ def _check_layers(config: Any) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _searched(module: str) -> str:
-    found = vars(sys.modules[module]).values() if module in sys.modules else ()
-    classes = (made for made in found if isinstance(made, type) and made.__module__ == module)
-    for method in itertools.chain.from_iterable(vars(each).values() for each in classes):
+    members = vars(sys.modules[module]).values() if module in sys.modules else ()
+    classes = (
+        member for member in members if isinstance(member, type) and member.__module__ == module
+    )
+    for method in itertools.chain.from_iterable(vars(defined).values() for defined in classes):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
         if code is not None and BlockMask.__name__ in code.co_names:
             return str(method.__qualname__)

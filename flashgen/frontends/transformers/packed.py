@@ -25,8 +25,8 @@ def packed(
     """
     composed = getattr(masking_utils, "packed_sequence_compatibility_function", None)
     if composed is not None:
-        of_release: MaskFunction = composed(function, positions, sequences)
-        return of_release
+        mask: MaskFunction = composed(function, positions, sequences)
+        return mask
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     if remap is not None:
         function = remap(function, positions)

@@ -41,7 +41,7 @@ _ROPES_OF_LENGTH = ("dynamic", "longrope")
 
 
 class Whole(NamedTuple):
-    """The batch of a forward pass: what each rank's masks read.
+    """The batch of a forward pass, as the masks of each rank read it.
 
     Attributes:
         rows: the number of positions that this rank has.
@@ -103,24 +103,24 @@ class Ranks:
             positions = torch.arange(seq, device=ids.device)[None]
         positions = positions.expand(batch, seq)
         padding = inputs.get("attention_mask")
-        chunks = sharding.of_rank[rank]
+        chunks = sharding.chunks_by_rank[rank]
 
         def part(x: Tensor) -> Tensor:
             return torch.cat([x[:, chunk.start : chunk.stop] for chunk in chunks], 1)
 
         # With a mask, transformers looks for no packed sequences in the positions of the part.
         mask = torch.ones_like(ids) if padding is None else padding
-        given = {**inputs, "position_ids": positions, "attention_mask": mask}
+        whole_inputs = {**inputs, "position_ids": positions, "attention_mask": mask}
         if "labels" in inputs:
             shifted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
-            given["shift_labels"] = shifted
-        found = {name: part(x) for name, x in given.items()}
+            whole_inputs["shift_labels"] = shifted
+        part_inputs = {name: part(x) for name, x in whole_inputs.items()}
         if "labels" in inputs:
-            found["num_items_in_batch"] = (shifted != IGNORED).sum() / world
+            part_inputs["num_items_in_batch"] = (shifted != IGNORED).sum() / world
         packed = find_packed_sequence_indices(positions) if padding is None else None
         keep = None if padding is None else padding.bool()
         self.whole = Whole(sharding.rows(rank), seq, positions, keep, packed)
-        return found
+        return part_inputs
 
     def _check(self, inputs: Mapping[str, Any]) -> None:
         unknown = [name for name in inputs if name not in INPUTS]
@@ -146,15 +146,21 @@ class Ranks:
                     "[batch, positions], the same on all ranks",
                 )
         sums = {n: zlib.crc32(x.contiguous().cpu().numpy().tobytes()) for n, x in inputs.items()}
-        everyone = self.exchange.everyones(sums, "comparison of the batches")
-        other = next((rank for rank, theirs in enumerate(everyone) if theirs != sums), None)
+        sums_of_ranks = self.exchange.values_of_ranks(sums, "comparison of the batches")
+        other = next(
+            (rank for rank, other_sums in enumerate(sums_of_ranks) if other_sums != sums), None
+        )
         if other is not None:
-            names = [n for n in (*sums, *everyone[other]) if sums.get(n) != everyone[other].get(n)]
+            names = [
+                n
+                for n in (*sums, *sums_of_ranks[other])
+                if sums.get(n) != sums_of_ranks[other].get(n)
+            ]
             _refuse(
                 "the ranks of a group have different batches",
                 f"argument {names[0]}",
-                f"on rank {self.exchange.rank} and on rank {other}; {len(everyone)} ranks share "
-                "the positions of one batch",
+                f"on rank {self.exchange.rank} and on rank {other}; {len(sums_of_ranks)} ranks "
+                "share the positions of one batch",
                 "the same batch on all ranks of the group, such as a data loader that is seeded "
                 "by the data-parallel rank alone",
             )
@@ -261,14 +267,14 @@ def context_parallel(
 
 
 def check_layer(ranks: Ranks | None, sizes: tuple[int, int], parts: Mapping[str, object]) -> None:
-    """Refuses a layer whose attention depends on what a rank does not have.
+    """Refuses a layer whose attention depends on tensors that a rank does not have.
 
     Args:
         ranks: of the layer's mask; None for a mask that was not made in the context.
         sizes: the numbers of queries and keys.
         parts: tensors with an element for each score, by the names of their arguments.
     """
-    name = next((name for name, given in parts.items() if given is not None), None)
+    name = next((name for name, tensor in parts.items() if tensor is not None), None)
     if name is not None:
         _refuse(
             "a tensor with an element for each score would have rows and columns of all ranks",
@@ -316,13 +322,15 @@ def _check_config(config: Any) -> None:
             f"{', '.join(sorted(set(others)))}; known: {', '.join(_ATTENTION)}",
         )
     ropes = getattr(config, "rope_parameters", None) or {}
-    each = [ropes, *(x for x in ropes.values() if isinstance(x, dict))]
-    found = [x["rope_type"] for x in each if x.get("rope_type") in _ROPES_OF_LENGTH]
-    if found:
+    rope_settings = [ropes, *(x for x in ropes.values() if isinstance(x, dict))]
+    length_dependent = [
+        x["rope_type"] for x in rope_settings if x.get("rope_type") in _ROPES_OF_LENGTH
+    ]
+    if length_dependent:
         _refuse(
             "rotary embeddings depend on the last position, which differs between ranks",
             "rope_parameters of the configuration",
-            f"rope_type {found[0]!r}",
+            f"rope_type {length_dependent[0]!r}",
             '"yarn", "llama3", "linear" or "default"',
         )
 

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 _PACK = "samples of one row would attend to each other"
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_cached_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By tensor of boundaries: the version of its contents, and its elements."""
 
 _OF_FRAME = 3
@@ -50,8 +50,8 @@ def sequences_of(
         InputError: sequences are divided over ranks, only one of the two is given, they do not
             divide the rows of the call, or the mask counts positions from the row's first.
     """
-    given = [options.get(name) for name in BOUNDARIES]
-    if given[0] is None and given[1] is None:
+    boundaries = [options.get(name) for name in BOUNDARIES]
+    if boundaries[0] is None and boundaries[1] is None:
         return None
     if divided:
         raise InputError(
@@ -61,33 +61,33 @@ def sequences_of(
             way_out="ranks.own(input_ids=..., position_ids=...) with positions that start again "
             "with each sequence, and no cu_seq_lens_q and cu_seq_lens_k",
         )
-    for name, tensor in zip(BOUNDARIES, given, strict=True):
+    for name, tensor in zip(BOUNDARIES, boundaries, strict=True):
         if not isinstance(tensor, Tensor):
-            what = repr(tensor)
+            description = repr(tensor)
         else:
-            what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
+            description = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
             if tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1 and len(tensor) > 1:
                 continue
-        _refuse(name, "it is no tensor of boundaries", f"given {what:.80}")
+        _refuse(name, "it is no tensor of boundaries", f"given {description:.80}")
     if sizes[0] != 1:
         numbers = f"{sizes[0]} batch entries; boundaries count the rows of one"
         _refuse(BOUNDARIES[0], "boundaries of sequences need a batch of 1", numbers)
-    of_q, of_k = given
-    assert isinstance(of_q, Tensor)
-    assert isinstance(of_k, Tensor)
-    if len(of_q) > 2 and counts_from_row(mask):
+    ends_q, ends_k = boundaries
+    assert isinstance(ends_q, Tensor)
+    assert isinstance(ends_k, Tensor)
+    if len(ends_q) > 2 and counts_from_row(mask):
         raise InputError(
             "the mask counts positions from the first one of the row, not of each sequence",
             where="arguments cu_seq_lens_q and cu_seq_lens_k of the model",
-            numbers=f"{len(of_q) - 1} sequences, mask {mask}",
+            numbers=f"{len(ends_q) - 1} sequences, mask {mask}",
             way_out="position_ids of DataCollatorWithFlattening beside them, with use_cache=False "
             "and no attention_mask; or each sample in a row of its own",
         )
     if torch.compiler.is_compiling():
-        _assert_boundaries(of_q, of_k, sizes, mask == FULL)
-    elif has_values(of_q) and has_values(of_k):
-        _check_boundaries(of_q, of_k, sizes, mask == FULL)
-    return _numbers(of_q, sizes[2]), _numbers(of_k, sizes[3])
+        _assert_boundaries(ends_q, ends_k, sizes, mask == FULL)
+    elif has_values(ends_q) and has_values(ends_k):
+        _check_boundaries(ends_q, ends_k, sizes, mask == FULL)
+    return _numbers(ends_q, sizes[2]), _numbers(ends_k, sizes[3])
 
 
 def _numbers(ends: Tensor, length: int) -> Tensor:
@@ -95,35 +95,39 @@ def _numbers(ends: Tensor, length: int) -> Tensor:
     return torch.bucketize(rows, ends[1:], right=True, out_int32=True)[None]
 
 
-def _check_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_full: bool) -> None:
-    found = [_values(x) for x in (of_q, of_k)]
-    for name, ends, length in zip(BOUNDARIES, found, sizes[2:], strict=True):
+def _check_boundaries(
+    ends_q: Tensor, ends_k: Tensor, sizes: tuple[int, ...], is_full: bool
+) -> None:
+    values = [_values(x) for x in (ends_q, ends_k)]
+    for name, ends, length in zip(BOUNDARIES, values, sizes[2:], strict=True):
         if ends[0] != 0 or ends[-1] != length or sorted(ends) != list(ends):
             numbers = f"{len(ends) - 1} sequences from {ends[0]} to {ends[-1]}; {length} rows"
             _refuse(name, "the boundaries do not divide the rows of the call", numbers)
-    if found[0] != found[1] and not is_full:
-        numbers = f"{found[0]} and {found[1]}"
+    if values[0] != values[1] and not is_full:
+        numbers = f"{values[0]} and {values[1]}"
         what = "the mask depends on positions, and queries and keys have other boundaries"
         _refuse("cu_seq_lens_q", what, f"{numbers:.160}")
 
 
-def _assert_boundaries(of_q: Tensor, of_k: Tensor, sizes: tuple[int, ...], is_full: bool) -> None:
-    for ends, length in ((of_q, sizes[2]), (of_k, sizes[3])):
+def _assert_boundaries(
+    ends_q: Tensor, ends_k: Tensor, sizes: tuple[int, ...], is_full: bool
+) -> None:
+    for ends, length in ((ends_q, sizes[2]), (ends_k, sizes[3])):
         holds = (ends[0] == 0) & (ends[-1] == length) & (ends.diff() >= 0).all()
         torch._assert_async(holds, "cu_seq_lens does not divide the rows of the call")
-    if of_q is not of_k and not is_full:
-        same = of_q.shape == of_k.shape
-        holds = (of_q == of_k).all() if same else torch.zeros((), dtype=torch.bool)
+    if ends_q is not ends_k and not is_full:
+        same = ends_q.shape == ends_k.shape
+        holds = (ends_q == ends_k).all() if same else torch.zeros((), dtype=torch.bool)
         torch._assert_async(holds, "cu_seq_lens_q and cu_seq_lens_k differ beside a causal mask")
 
 
 def _values(tensor: Tensor) -> tuple[int, ...]:
     """The elements, read where they are new."""
     version = -1 if tensor.is_inference() else tensor._version
-    found: Any = _known.get(tensor)  # type: ignore[no-untyped-call]
-    if found is None or found[0] != version or version < 0:
-        found = _known[tensor] = version, tuple(tensor.tolist())
-    return found[1]  # type: ignore[no-any-return]
+    cached: Any = _cached_values.get(tensor)  # type: ignore[no-untyped-call]
+    if cached is None or cached[0] != version or version < 0:
+        cached = _cached_values[tensor] = version, tuple(tensor.tolist())
+    return cached[1]  # type: ignore[no-any-return]
 
 
 def inputs_of_forward(outermost: bool = False) -> tuple[Tensor | None, Any]:
@@ -134,7 +138,7 @@ def inputs_of_forward(outermost: bool = False) -> tuple[Tensor | None, Any]:
             of the innermost function that has them, from this one to the forward of its module.
     """
     frame: FrameType | None = sys._getframe(2)
-    found: tuple[Tensor | None, Any] = None, None
+    inputs: tuple[Tensor | None, Any] = None, None
     while frame is not None and (
         outermost or frame.f_code is not torch.nn.Module._call_impl.__code__
     ):
@@ -142,17 +146,17 @@ def inputs_of_forward(outermost: bool = False) -> tuple[Tensor | None, Any]:
         if "position_ids" in (*code.co_varnames, *code.co_cellvars):  # a function, no module
             names = frame.f_locals
             positions, mask = names.get("position_ids"), names.get("attention_mask")
-            of_model = isinstance(names.get("self"), PreTrainedModel)
+            is_model = isinstance(names.get("self"), PreTrainedModel)
             # Up to Python 3.12 a dictionary of the frame, which would keep all tensors; it is also
             # what `locals` has returned to the function.
             if isinstance(names, dict) and sys.getrefcount(names) == _OF_FRAME:
                 names.clear()
-            if isinstance(positions, Tensor) and (of_model or not outermost):
-                found = positions, mask
+            if isinstance(positions, Tensor) and (is_model or not outermost):
+                inputs = positions, mask
                 if not outermost:
                     break
         frame = frame.f_back
-    return found
+    return inputs
 
 
 def check_positions(
@@ -236,7 +240,7 @@ def _keeps_apart(
     Args:
         mask: bool or floating point, as `attention` takes it.
         begins: bool [batch or 1, rows - 1], True where a row is the first of its sequence.
-        padding: whose queries may attend to anything.
+        padding: the mask of padding; queries there may attend to anything.
         sizes: batch, heads, queries and keys.
     """
     if sizes[2] != sizes[3] or mask.shape[2] != sizes[2]:

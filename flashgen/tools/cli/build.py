@@ -20,7 +20,7 @@ def build_native(_: BuildNativeArguments) -> None:
         return
     start = time.perf_counter()
     with busy("compiling native.cpp, about half a minute"):
-        made = build.build()
-    say(f"{made} in {time.perf_counter() - start:.1f} s")
+        built_file = build.build()
+    say(f"{built_file} in {time.perf_counter() - start:.1f} s")
     if not config.native():
         say("FLASHGEN_NATIVE is 0: calls are made in Python nevertheless")

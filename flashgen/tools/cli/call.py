@@ -69,11 +69,11 @@ def random_call(
     dout = normal(sizes.heads_q, sizes.seq_q, head_dim_v)
     dlse = normal(sizes.heads_q, sizes.seq_q, 1)[..., 0].float() if spec.is_softmax else None
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
-    of_tensors = replace(sizes, seq_k=max(sizes.seq_k, capacity))
+    tensor_sizes = replace(sizes, seq_k=max(sizes.seq_k, capacity))
     tensors, tensor_examples = tensor_values(
         spec,
         arguments.path,
-        of_tensors,
+        tensor_sizes,
         **offsets,
         seed=arguments.seed,
         device=device,
@@ -116,7 +116,7 @@ def _check_memory(spec: AttentionSpec, sizes: Shape) -> None:
         )
 
 
-def choose_backend(given: str | None) -> tuple[str, str]:
+def choose_backend(option: str | None) -> tuple[str, str]:
     """The backend, and the reason for it: the option, FLASHGEN_BACKEND, or whether a GPU is there.
 
     Raises:
@@ -128,7 +128,7 @@ def choose_backend(given: str | None) -> tuple[str, str]:
     no_gpu = launch.available()
     if no_gpu is None and not torch.cuda.is_available():
         no_gpu = "this torch is built without CUDA"
-    name = given or config.backend()
+    name = option or config.backend()
     if name is None:
         return ("gpu", torch.cuda.get_device_name()) if no_gpu is None else ("emulator", no_gpu)
     if config.split_backend(name) is None:
@@ -141,8 +141,8 @@ def choose_backend(given: str | None) -> tuple[str, str]:
     if name == "gpu" and no_gpu is not None:
         raise LaunchError(
             "there is no GPU to run on",
-            where="option --backend" if given else "environment, FLASHGEN_BACKEND",
+            where="option --backend" if option else "environment, FLASHGEN_BACKEND",
             numbers=no_gpu,
             way_out="--backend emulator, which executes the same kernel",
         )
-    return name, "from --backend" if given else "from FLASHGEN_BACKEND"
+    return name, "from --backend" if option else "from FLASHGEN_BACKEND"

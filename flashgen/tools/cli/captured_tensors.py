@@ -121,23 +121,28 @@ def tensor_values(
         max(sizes.seq_q + q_offset, 1 if sizes.seq_q else 0),
         max(sizes.seq_k + k_offset, 1 if sizes.seq_k else 0),
     )
-    given = _given(path, lengths, generator)
+    example_values = _example_values(path, lengths, generator)
     values = {}
     packed = dict(zip(BOUNDARIES, (sizes.seq_q, sizes.seq_k), strict=True)) if spec.packed else {}
-    own = [RANDOM_STATE]  # made of rng, which is not a tensor that the spec captures
+    derived_names = [RANDOM_STATE]  # made of rng, which is not a tensor that the spec captures
     if spec.block_sparse is not None:
-        own += LISTS if spec.chooses else LAYOUT_LISTS  # made below, the latter of the live blocks
-    needed, most = _needed(spec, lengths, scalars or {})
+        # Made below, the lists of a layout from the live blocks.
+        derived_names += LISTS if spec.chooses else LAYOUT_LISTS
+    needed, greatest_elements = _needed(spec, lengths, scalars or {})
     for tensor in spec.tensors:
-        if tensor.name in own:
+        if tensor.name in derived_names:
             continue
-        value = given.get(tensor.name)
+        value = example_values.get(tensor.name)
         if value is None and tensor in packed:
             value = _boundaries(packed[tensor], generator)
         elif value is None:
             dims = [needed.get(dim, dim) for dim in _dims(spec, tensor, lengths)]
             value = _random(
-                tensor, dims, lengths, most.get(tensor.name, max(lengths.seq_k, 1)), generator
+                tensor,
+                dims,
+                lengths,
+                greatest_elements.get(tensor.name, max(lengths.seq_k, 1)),
+                generator,
             )
         dtype = getattr(torch, tensor.dtype)
         try:
@@ -149,7 +154,7 @@ def tensor_values(
                 numbers=f"given {value!r}"[:200],
                 way_out="a tensor, an array or a list of numbers",
             ) from None
-    examples = [name for name in values if name in given]
+    examples = [name for name in values if name in example_values]
     if spec.block_sparse is None:
         return values, examples
     if spec.chooses:
@@ -161,7 +166,7 @@ def tensor_values(
 
 
 def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str | int, ...]:
-    """The dimensions of a tensor; those of a block layout are numbers of blocks."""
+    """The dimensions of a tensor; the dimensions of a block layout are numbers of blocks."""
     if spec.block_sparse is None or tensor.name != LAYOUT:
         return tensor.dims
     blocks = spec.block_sparse.blocks(lengths.seq_q, lengths.seq_k)
@@ -172,7 +177,7 @@ def _dims(spec: AttentionSpec, tensor: Capture, lengths: Lengths) -> tuple[str |
 def _needed(
     spec: AttentionSpec, lengths: Lengths, scalars: Mapping[str, Any]
 ) -> tuple[dict[str | int, int], dict[str, int]]:
-    """What random tensors need, so that no index of a mod is outside of a tensor.
+    """The lengths and the greatest elements with which no index of a mod is outside of a tensor.
 
     Returns:
         The lengths of dimensions with names of their own, and for integer tensors whose elements
@@ -184,42 +189,48 @@ def _needed(
     from flashgen.spec.language.tensor_elements import Element
 
     sizes = (lengths.batch, lengths.heads, lengths.seq_q, lengths.seq_k)
-    places = zip((B, H, Q, K), sizes, strict=True)
-    known: dict[Any, Limits] = {x: (0, max(size, 1) - 1) for x, size in places}
-    known |= {x: (n, n) for x, n in zip((BATCH, HEADS, SEQ_Q, SEQ_K), sizes, strict=True)}
+    index_sizes = zip((B, H, Q, K), sizes, strict=True)
+    known_limits: dict[Any, Limits] = {x: (0, max(size, 1) - 1) for x, size in index_sizes}
+    known_limits |= {x: (n, n) for x, n in zip((BATCH, HEADS, SEQ_Q, SEQ_K), sizes, strict=True)}
     for scalar in spec.scalars:
         if scalar.dtype == "int32" and scalar.name in scalars:
-            known[scalar.expr] = (int(scalars[scalar.name]),) * 2
+            known_limits[scalar.expr] = (int(scalars[scalar.name]),) * 2
     dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
     reads = [
         (element, dim, index)
         for element in elements_of(spec.mask, spec.score)
         for dim, index in zip(dims.get(element.tensor, ()), element.indices, strict=False)
     ]
-    most: dict[str, int] = {}
+    greatest_elements: dict[str, int] = {}
     for _, dim, index in reads:
         length = dim if isinstance(dim, int) else getattr(lengths, dim, None)
         if isinstance(index, Element) and length is not None:
             name = index.tensor.name
-            most[name] = min(most.get(name, lengths.seq_k), max(length, 1) - 1)
+            greatest_elements[name] = min(
+                greatest_elements.get(name, lengths.seq_k), max(length, 1) - 1
+            )
     memo: dict[Any, Limits] = {}
     for element, _, _ in reads:
         if element.tensor.is_integer:
-            greatest = most.get(element.tensor.name, max(lengths.seq_k, 1))
+            greatest = greatest_elements.get(element.tensor.name, max(lengths.seq_k, 1))
             memo[element] = max(element.limits[0], 0), min(element.limits[1], greatest)
     needed: dict[str | int, int] = {}
     for _, dim, index in reads:
         if isinstance(dim, str) and not hasattr(lengths, dim):
             try:
-                length = limits(index, known, memo)[1] + 1
+                length = limits(index, known_limits, memo)[1] + 1
             except TypeError:  # an index that is made of floats
                 length = OWN_LENGTH
             needed[dim] = max(needed.get(dim, OWN_LENGTH), min(length, MOST_OWN))
-    return needed, most
+    return needed, greatest_elements
 
 
 def _random(
-    tensor: Capture, dims: Sequence[str | int], lengths: Lengths, most: int, generator: Generator
+    tensor: Capture,
+    dims: Sequence[str | int],
+    lengths: Lengths,
+    greatest: int,
+    generator: Generator,
 ) -> Tensor:
     import torch
 
@@ -229,7 +240,7 @@ def _random(
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
-    high = min(most, torch.iinfo(dtype).max)
+    high = min(greatest, torch.iinfo(dtype).max)
     return torch.randint(high + 1, shape, generator=generator)
 
 
@@ -251,7 +262,7 @@ def _boundaries(length: int, generator: Generator) -> Tensor:
     return torch.cat([cuts.new_tensor([0]), cuts, cuts.new_tensor([end])])
 
 
-def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, Any]:
+def _example_values(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, Any]:
     """The dictionary that the file's example_tensors returns; empty without such a function."""
     file, _ = file_and_variable(path)
     function: Callable[..., Any] | None = run_file(file).get("example_tensors")
@@ -259,7 +270,7 @@ def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, An
         return {}
     where = f"{Path(file).as_posix()}, example_tensors"
     try:
-        found = function(lengths, generator)
+        values = function(lengths, generator)
     except (FlashgenError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit too
@@ -269,11 +280,11 @@ def _given(path: str, lengths: Lengths, generator: Generator) -> Mapping[str, An
             numbers=f"given {lengths}",
             way_out="def example_tensors(sizes, generator): return {name: values, ...}",
         ) from error
-    if isinstance(found, Mapping):
-        return found
+    if isinstance(values, Mapping):
+        return values
     raise InputError(
         "example_tensors does not return a dictionary",
         where=where,
-        numbers=f"returned a {type(found).__name__}",
+        numbers=f"returned a {type(values).__name__}",
         way_out='return {"ids": ...}, a value for each tensor by name',
     )

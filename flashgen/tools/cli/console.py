@@ -36,7 +36,7 @@ def write(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
-def facts(rows: Sequence[tuple[str, str | Text]]) -> None:
+def print_rows(rows: Sequence[tuple[str, str | Text]]) -> None:
     """A table of names and values, one row a line; long values are folded, never cut."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -49,7 +49,7 @@ def facts(rows: Sequence[tuple[str, str | Text]]) -> None:
 def listing(
     titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("bytes",)
 ) -> None:
-    """A table with titled columns; those named in ``right`` end at the same place."""
+    """A table with titled columns; columns named in ``right`` are aligned to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in titles:
         table.add_column(title, overflow="fold", justify="right" if title in right else "left")
@@ -68,20 +68,20 @@ def _print_table(table: Table) -> None:
 
 
 @contextmanager
-def busy(doing: str) -> Iterator[Callable[[], None]]:
-    """Prints on stderr what is being done, when it takes longer than a second.
+def busy(message: str) -> Iterator[Callable[[], None]]:
+    """Prints on stderr the step that runs, when it takes longer than a second.
 
     Yields:
         A function that removes the spinner from a terminal, for a report that follows it.
     """
     err = console(stderr=True)
-    status = err.status(doing) if err.is_terminal else None
+    status = err.status(message) if err.is_terminal else None
 
     def show() -> None:
         if status is not None:
             status.start()
         else:
-            err.print(f"{doing} ...")
+            err.print(f"{message} ...")
 
     timer = threading.Timer(_SLOW_SECONDS, show)
     timer.daemon = True

@@ -64,15 +64,15 @@ def sizes_of(arguments: DecodingArguments, shape: str, *specs: AttentionSpec) ->
 
 def _check_options(arguments: DecodingArguments) -> None:
     """Raises InputError for an option of calls that are not decoding calls."""
-    given: dict[str, Any] = {}
+    values_by_option: dict[str, Any] = {}
     if isinstance(arguments, RunArguments):
-        given |= {"--q-offset": arguments.q_offset, "--k-offset": arguments.k_offset}
+        values_by_option |= {"--q-offset": arguments.q_offset, "--k-offset": arguments.k_offset}
     if isinstance(arguments, CallArguments | PlanArguments):
-        given |= {"--backward": arguments.backward, "--tangent": arguments.tangent}
+        values_by_option |= {"--backward": arguments.backward, "--tangent": arguments.tangent}
     if isinstance(arguments, PlanArguments):
-        given |= {"--world": arguments.world, "--policy": arguments.policy != "derived"}
-        given |= {"--certify": arguments.certify}
-    wrong = [option for option, value in given.items() if value]
+        values_by_option |= {"--world": arguments.world, "--policy": arguments.policy != "derived"}
+        values_by_option |= {"--certify": arguments.certify}
+    wrong = [option for option, value in values_by_option.items() if value]
     if wrong:
         raise InputError(
             "a decoding call has its queries at the last positions, a derived plan and a forward "
@@ -103,7 +103,7 @@ class ServedCall:
 
 
 def capacity_of(arguments: DecodingArguments, sizes: Shape) -> int:
-    """The positions of keys of a sequence: those of whole pages."""
+    """The key positions of a sequence, up to the end of its last page."""
     page = arguments.page or 1
     return -(-sizes.seq_k // page) * page
 
@@ -120,13 +120,13 @@ def served_call(spec: AttentionSpec, call: RandomCall, arguments: DecodingArgume
     """
     q, k, v = call.operands
     codes = arguments.kv_dtype
-    served = spec.replace(paged=True, kv_dtype=codes) if arguments.page else spec
+    served_spec = spec.replace(paged=True, kv_dtype=codes) if arguments.page else spec
     size = arguments.split_size
     if size is None and config.batch_invariant():
         size = INVARIANT
     options = {**call.options, "split_size": size}
     if not arguments.page:
-        return ServedCall(served, call.operands, options, call)
+        return ServedCall(served_spec, call.operands, options, call)
     import torch
 
     from flashgen.shared.paged import contiguous_call
@@ -145,7 +145,7 @@ def served_call(spec: AttentionSpec, call: RandomCall, arguments: DecodingArgume
         k, v = (x[0].view(x.shape[1], *lengths.shape, -1, x.shape[3]).transpose(0, 1) for x in rows)
         call = replace(call, operands=(q, k, v))
     options |= {"tensors": {**call.options["tensors"], **tables}, "q_offset": 0}
-    return ServedCall(served, (q, k_cache, v_cache), options, call, len(k_cache))
+    return ServedCall(served_spec, (q, k_cache, v_cache), options, call, len(k_cache))
 
 
 def decoding_plan(

@@ -20,9 +20,9 @@ def doctor(arguments: DoctorArguments) -> None:
     if status is not None:
         status.start()
     try:
-        found = diagnose(arguments.device, tell=status.update if status else lambda text: None)
+        diagnosis = diagnose(arguments.device, tell=status.update if status else lambda text: None)
     finally:
         if status is not None:
             status.stop()
-    write(json.dumps(found.as_dict(), indent=1) if arguments.json else str(found))
-    raise typer.Exit(found.exit_code)
+    write(json.dumps(diagnosis.as_dict(), indent=1) if arguments.json else str(diagnosis))
+    raise typer.Exit(diagnosis.exit_code)

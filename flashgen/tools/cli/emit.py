@@ -38,7 +38,11 @@ def emit(arguments: EmitArguments) -> None:
     if arguments.specs:
         archs = arguments.archs or (arch_of(None),)
         sources = _sources(arguments.specs, archs, arguments.sram)
-        files = {source.filename: source.text for each in sources.values() for source in each}
+        files = {
+            source.filename: source.text
+            for spec_sources in sources.values()
+            for source in spec_sources
+        }
         for path in sources:
             for arch in archs:
                 for chosen in paths_of_layout(load(path), arch):
@@ -71,15 +75,15 @@ def all_specs() -> list[str]:
     Raises:
         SpecError: there is no such folder, or no spec in it.
     """
-    found = sorted(path.as_posix() for path in SPECS.glob("*.py"))
-    if not found:
+    paths = sorted(path.as_posix() for path in SPECS.glob("*.py"))
+    if not paths:
         raise SpecError(
             "there are no specs to emit",
             where=SPECS.as_posix(),
             numbers=f"no .py file in {SPECS.as_posix()}/ below the working directory",
             way_out="flashgen emit path/to/spec.py, or run the command where specs/ is",
         )
-    return found
+    return paths
 
 
 def _sources(
@@ -90,13 +94,13 @@ def _sources(
     Raises:
         RenderError: two specs would be written to the same file.
     """
-    found: dict[str, list[Source]] = {}
+    sources: dict[str, list[Source]] = {}
     first: dict[str, tuple[str, Source]] = {}
     for path in dict.fromkeys(paths):
         with busy(f"emitting {path}"):
             spec = load(path)
-            found[path] = [kernel for arch in archs for kernel in kernels_of(spec, arch, sram)]
-        for source in found[path]:
+            sources[path] = [kernel for arch in archs for kernel in kernels_of(spec, arch, sram)]
+        for source in sources[path]:
             other, written = first.setdefault(source.filename, (path, source))
             if written.text != source.text:
                 raise RenderError(
@@ -105,7 +109,7 @@ def _sources(
                     numbers=f"both emit {source.filename}, with different text",
                     way_out='fg.AttentionSpec(..., name="another_name"), or two commands with -o',
                 )
-    return found
+    return sources
 
 
 def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Iterator[Source]:
@@ -149,7 +153,9 @@ def _write(folder: Path, files: Mapping[str, str], left_over: Sequence[Path]) ->
 
 
 def _check(folder: Path, files: Mapping[str, str], left_over: Sequence[Path]) -> None:
-    differences = [each for name in files for each in _differences(folder / name, files[name])]
+    differences = [
+        difference for name in files for difference in _differences(folder / name, files[name])
+    ]
     differences += [f"left over: {path.as_posix()}, {_why_left_over(path)}\n" for path in left_over]
     if not differences:
         say(f"{plural(len(files), 'file')} in {folder.as_posix()}/ as they would be emitted")
@@ -179,12 +185,12 @@ def _differences(path: Path, text: str) -> Iterator[str]:
     if data == text.encode():
         return
     if path.name == generated.DIGESTS:
-        found = list(generated.digest_differences(path, text))
+        differences = list(generated.digest_differences(path, text))
     else:
         before = data.decode(errors="replace").splitlines(keepends=True)
         names = (path.as_posix(), f"{path.as_posix()} (emitted)")
         diff = difflib.unified_diff(before, text.splitlines(keepends=True), *names)
-        found = ["".join(line if line.endswith("\n") else line + "\n" for line in diff)]
-    yield from filter(None, found)
-    if not any(found):
+        differences = ["".join(line if line.endswith("\n") else line + "\n" for line in diff)]
+    yield from filter(None, differences)
+    if not any(differences):
         yield f"order of lines or line endings differ: {path.as_posix()}\n"

@@ -56,13 +56,13 @@ def finish(program: Callable[[], object], line: Sequence[str]) -> NoReturn:
         status = returned if isinstance(returned, int) else 0
     except (SystemExit, OSError) as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        status = _of_file(cause) if isinstance(cause, OSError) else REFUSED
+        status = _file_error_status(cause) if isinstance(cause, OSError) else REFUSED
     except typer.Abort:
         status = INTERRUPTED
     except _CommandLineError as error:
         # Without arguments, typer has printed the help.
         helped = type(error).__name__ == "NoArgsIsHelpError"
-        status = REFUSED if helped else _reported(_of_command_line(error, line))
+        status = REFUSED if helped else _reported(_command_line_error(error, line))
     except Exception as error:
         status = _reported(error)
     for stream in (sys.stdout, sys.stderr):
@@ -80,7 +80,7 @@ def _encode(stream: TextIO) -> None:
         stream.reconfigure(encoding=encoding, errors="replace")
 
 
-def _of_file(error: OSError) -> int:
+def _file_error_status(error: OSError) -> int:
     """The status after an error of a file; one without a name is the standard output."""
     if error.filename is not None:
         return _reported(error)
@@ -123,10 +123,10 @@ def four_lines(error: Exception) -> FlashgenError:
             numbers=str(error).splitlines()[0] if str(error) else type(error).__name__,
             way_out="a smaller --shape",
         )
-    return _of_flashgen(error)
+    return _unexpected_error(error)
 
 
-def _of_command_line(error: Exception, line: Sequence[str]) -> FlashgenError:
+def _command_line_error(error: Exception, line: Sequence[str]) -> FlashgenError:
     """A wrong option or argument, as typer finds it."""
     command = getattr(getattr(error, "ctx", None), "command_path", "flashgen")
     text = getattr(error, "format_message", error.__str__)()
@@ -138,7 +138,7 @@ def _of_command_line(error: Exception, line: Sequence[str]) -> FlashgenError:
     )
 
 
-def _of_flashgen(error: Exception) -> FlashgenError:
+def _unexpected_error(error: Exception) -> FlashgenError:
     """An error that no part of flashgen expects."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = frames[-1] if frames else None

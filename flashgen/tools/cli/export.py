@@ -67,8 +67,8 @@ def _shown(choice: PathRecord) -> str:
 
 def _archs(arguments: ExportArguments) -> tuple[str, ...]:
     """The architectures of ``--arch A,B``, which may be repeated."""
-    given = ",".join(arguments.archs) or arch_of(None)
-    archs = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    names = ",".join(arguments.archs) or arch_of(None)
+    archs = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
     for arch in archs:
         facts(arch)
     return archs
@@ -88,7 +88,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[str, ...]) -> str:
     """The command that makes an export again, with the options that were given."""
-    shown = [Path(each).name if Path(each).is_absolute() else str(each) for each in (path, folder)]
+    shown = [
+        Path(path_or_folder).name if Path(path_or_folder).is_absolute() else str(path_or_folder)
+        for path_or_folder in (path, folder)
+    ]
     parts = ["flashgen", "export", shown[0], "-o", shown[1], "--arch", ",".join(archs)]
     parts += chain.from_iterable(options_of(arguments))
     parts += ["--backward"] if arguments.backward else []
@@ -101,11 +104,14 @@ def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[s
 
 
 def shell_word(text: str) -> str:
-    """A word of a command, in one line whatever it holds: escapes are those of bash."""
+    """A word of a command in one line, with the escapes of bash."""
     if text.isprintable():
         return shlex.quote(text)
     names = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    shown = [names.get(each) or (each if each.isprintable() else _escape(each)) for each in text]
+    shown = [
+        names.get(character) or (character if character.isprintable() else _escape(character))
+        for character in text
+    ]
     return f"$'{''.join(shown)}'"
 
 

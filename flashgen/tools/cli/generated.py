@@ -40,7 +40,9 @@ def contents(folder: Path, sources: Mapping[str, Sequence[Source]]) -> dict[str,
     Raises:
         RenderError: README.md links to a file of the gallery that no spec emits.
     """
-    kernels = {source.filename: source for each in sources.values() for source in each}
+    kernels = {
+        source.filename: source for spec_sources in sources.values() for source in spec_sources
+    }
     files = {f"gallery/{name}": kernels[name].text for name in _gallery(folder, kernels)}
     for path, emitted in sources.items():
         files[f"specs/{Path(path).stem}.cuh"] = spec_sections(path, emitted)
@@ -53,8 +55,8 @@ def contents(folder: Path, sources: Mapping[str, Sequence[Source]]) -> dict[str,
 
 def left_over(folder: Path, files: Mapping[str, str]) -> list[Path]:
     """Files of the gallery and spec sections that are in ``folder`` and not among ``files``."""
-    found = [*folder.glob("gallery/*.cu"), *folder.glob("specs/*.cuh")]
-    return sorted(path for path in found if path.relative_to(folder).as_posix() not in files)
+    present = [*folder.glob("gallery/*.cu"), *folder.glob("specs/*.cuh")]
+    return sorted(path for path in present if path.relative_to(folder).as_posix() not in files)
 
 
 def _gallery(folder: Path, kernels: Mapping[str, Source]) -> list[str]:
@@ -88,7 +90,7 @@ def spec_sections(path: str, sources: Sequence[Source]) -> str:
 
 
 def _by_arch(kernels: Sequence[Source]) -> Iterator[tuple[str, str]]:
-    """Architectures and the kernels there; those with the same kernels in one pair."""
+    """Pairs of architectures and kernels; architectures with the same kernels share a pair."""
     archs: dict[str, list[str]] = {}
     for arch in dict.fromkeys(kernel.plan.arch for kernel in kernels):
         roles = ", ".join(kernel.role for kernel in kernels if kernel.plan.arch == arch)

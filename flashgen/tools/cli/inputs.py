@@ -23,14 +23,14 @@ Number = int | float | bool
 def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
     """The spec of a file, with another dtype, other head dims and dropout where they are given.
 
-    With --page it is that of contiguous keys, which the command copies to pages of its own.
+    With --page it is the spec of contiguous keys, which the command copies to pages of its own.
 
     Raises:
         SpecError: there is no such spec, or a change does not suit it.
     """
     spec = load(path)
-    given, codes = _given(changes), getattr(changes, "kv_dtype", None)
-    if spec.dtype is None and "dtype" not in given:
+    values, codes = _changed_values(changes), getattr(changes, "kv_dtype", None)
+    if spec.dtype is None and "dtype" not in values:
         raise SpecError(
             "a command needs one dtype of q, k and v",
             where=path,
@@ -38,7 +38,7 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
             way_out=f"--dtype {', or '.join(OPERAND_DTYPES)}",
         )
     try:
-        changed = spec.replace(**given) if given else spec
+        changed = spec.replace(**values) if values else spec
         if codes is not None:  # the plan makes the spec of such calls itself
             changed.replace(paged=True, kv_dtype=codes)
     except SpecError as error:
@@ -60,9 +60,9 @@ def changed_spec(path: str, changes: SpecChanges) -> AttentionSpec:
     return changed.replace(dropout=True) if getattr(changes, "dropout", False) else changed
 
 
-def _given(changes: SpecChanges) -> dict[str, Any]:
+def _changed_values(changes: SpecChanges) -> dict[str, Any]:
     """The changes that the command line gives, by the names of the spec's attributes."""
-    values = {each.name: getattr(changes, each.name) for each in fields(SpecChanges)}
+    values = {field.name: getattr(changes, field.name) for field in fields(SpecChanges)}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -83,8 +83,8 @@ def check_one_pass(arguments: PlanArguments | TuneArguments) -> None:
 
 def options_of(changes: SpecChanges) -> list[tuple[str, str]]:
     """The options that give these changes, each with its value."""
-    given = _given(changes)
-    return [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
+    values = _changed_values(changes)
+    return [(f"--{name.replace('_', '-')}", str(value)) for name, value in values.items()]
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def parse_shape(text: str, option: str = "--shape") -> Shape:
     )
 
 
-def arch_of(given: str | None) -> str:
+def arch_of(option: str | None) -> str:
     """The architecture that is given, or else set by FLASHGEN_ARCH, or else the default."""
-    return given or config.arch() or DEFAULT_ARCH
+    return option or config.arch() or DEFAULT_ARCH
 
 
 OWN_TILE = "plan"
@@ -169,12 +169,12 @@ def scalar_values(
     # Loaded here, because it needs torch.
     from flashgen.calls.ops import scalar_value
 
-    given = dict(_parse_option(spec, option) for option in options)
+    option_values = dict(_parse_option(spec, option) for option in options)
     examples = example_scalars(path)
     values: dict[str, Number] = {}
     for scalar in spec.scalars:
-        if scalar.name in given:
-            values[scalar.name] = scalar_value(scalar, given[scalar.name])
+        if scalar.name in option_values:
+            values[scalar.name] = scalar_value(scalar, option_values[scalar.name])
         elif scalar.name in examples:
             values[scalar.name] = scalar_value(scalar, examples[scalar.name])
         else:
@@ -184,18 +184,18 @@ def scalar_values(
                 numbers=f"{scalar!r}; the file has no example_scalars for it",
                 way_out=f"--scalar {scalar.name}=...",
             )
-    return values, [name for name in values if name not in given]
+    return values, [name for name in values if name not in option_values]
 
 
 def _parse_option(spec: AttentionSpec, option: str) -> tuple[str, object]:
     name, equals, text = option.partition("=")
     scalar = next((scalar for scalar in spec.scalars if scalar.name == name.strip()), None)
     if not equals or scalar is None:
-        wanted = ", ".join(scalar.name for scalar in spec.scalars) or "none"
+        names = ", ".join(scalar.name for scalar in spec.scalars) or "none"
         raise InputError(
             "the option --scalar takes the name of a scalar of the spec and a value",
             where=f"option --scalar {option}",
-            numbers=f"scalars of {spec.name}: {wanted}",
+            numbers=f"scalars of {spec.name}: {names}",
             way_out="--scalar name=value" if spec.scalars else "leave --scalar out",
         )
     dtype = SCALAR_DTYPES[scalar.dtype]
@@ -224,11 +224,11 @@ def example_scalars(path: str) -> Mapping[str, Any]:
         if "example_scalars" not in [getattr(target, "id", None) for target in targets]:
             continue
         try:
-            found = ast.literal_eval(node.value)
+            scalars = ast.literal_eval(node.value)
         except (ValueError, TypeError, MemoryError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            return found
+            scalars = None
+        if isinstance(scalars, dict):
+            return scalars
         raise InputError(
             "example_scalars is not a dictionary of names and plain numbers",
             where=f"{file.as_posix()}:{node.lineno}",
@@ -248,14 +248,14 @@ def example_of(path: str, name: str) -> tuple[str | None, bool]:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         is_function = isinstance(node, ast.FunctionDef) and node.name == "example_tensors"
         if is_function:
-            given: Sequence[ast.AST] = list(ast.walk(node))
+            candidates: Sequence[ast.AST] = list(ast.walk(node))
         elif "example_scalars" in [getattr(target, "id", None) for target in targets]:
-            given = getattr(getattr(node, "value", None), "keys", [])
+            candidates = getattr(getattr(node, "value", None), "keys", [])
         else:
             continue
-        for each in given:
-            if isinstance(each, ast.Constant) and each.value == name:
-                return f"{file.as_posix()}:{each.lineno}", not is_function
+        for candidate in candidates:
+            if isinstance(candidate, ast.Constant) and candidate.value == name:
+                return f"{file.as_posix()}:{candidate.lineno}", not is_function
     return None, False
 
 

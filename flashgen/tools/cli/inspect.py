@@ -7,7 +7,7 @@ from flashgen.kernels.pipeline import Build, build, build_backward, build_tangen
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.tools.cli.arguments import InspectArguments
-from flashgen.tools.cli.console import busy, facts, plural, seconds, write
+from flashgen.tools.cli.console import busy, plural, print_rows, seconds, write
 from flashgen.tools.cli.inputs import arch_of, changed_spec
 
 
@@ -40,25 +40,26 @@ def _kernel(spec: AttentionSpec, arch: str, role: str, sram: int | None) -> Buil
         return build(spec, arch, sram=sram)
     if role == "tangent":
         return build_tangent(spec, arch, sram=sram)
-    found: dict[str, Build] = {}
+    kernels: dict[str, Build] = {}
     for deterministic in (False, True):
         for kernel in build_backward(spec, arch, sram=sram, deterministic=deterministic):
-            found.setdefault(kernel.source.role, kernel)
-    if role not in found:
+            kernels.setdefault(kernel.source.role, kernel)
+    if role not in kernels:
         raise InputError(
             "there is no such kernel",
             where="option --kernel",
-            numbers=f"given {role!r}; kernels of {spec.name}: forward, tangent, {', '.join(found)}",
+            numbers=f"given {role!r}; kernels of {spec.name}: forward, tangent, "
+            f"{', '.join(kernels)}",
             way_out="--kernel forward, or leave it out",
         )
-    return found[role]
+    return kernels[role]
 
 
 def _resources(kernel: Build) -> None:
     """Registers, memory and code size, as a table."""
     binary, plan = kernel.binary, kernel.plan
     used = binary.resources
-    facts(
+    print_rows(
         [
             ("kernel", binary.kernel),
             ("file", binary.filename),

@@ -85,21 +85,21 @@ def plan(arguments: PlanArguments) -> None:
     if arguments.certify:
         from flashgen.kernels.planner.proofs import certify
 
-        for each in certify(
+        for proof in certify(
             spec,
             arch,
             sram=sram,
             policy=arguments.policy,
             deterministic=arguments.deterministic,
         ):
-            write(f"\n{each}")
+            write(f"\n{proof}")
 
 
 def write_summary(plans: Sequence[Plan]) -> None:
-    """Writes what was chosen in three lines for each kernel, above the formulas."""
-    for each in plans:
-        if each.summary:
-            write("\n".join(each.summary) + "\n")
+    """Writes the chosen tile of each kernel in three lines, above the formulas."""
+    for planned in plans:
+        if planned.summary:
+            write("\n".join(planned.summary) + "\n")
 
 
 def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: Shape) -> None:
@@ -114,16 +114,16 @@ def _decoding(arguments: PlanArguments, spec: AttentionSpec, arch: str, sizes: S
 def _distributed(
     arguments: PlanArguments, spec: AttentionSpec, arch: str, world: int, sizes: Shape
 ) -> None:
-    """What each rank of a distributed call holds, sends and computes."""
+    """Prints the rows that each rank of a distributed call holds, sends and computes."""
     names = ("backward", "tangent", "certify", "sram")
-    others = [f"--{name}" for name in names if getattr(arguments, name)]
-    others += ["--policy"] if arguments.policy != "derived" else []
-    if others:
+    unsupported = [f"--{name}" for name in names if getattr(arguments, name)]
+    unsupported += ["--policy"] if arguments.policy != "derived" else []
+    if unsupported:
         raise InputError(
             "the forecast of a distributed call is that of forward passes by derived plans",
-            where=f"option {others[0]}",
-            numbers=f"--world {world} with {' and '.join(others)}",
-            way_out=f"leave {others[0]} or --world out",
+            where=f"option {unsupported[0]}",
+            numbers=f"--world {world} with {' and '.join(unsupported)}",
+            way_out=f"leave {unsupported[0]} or --world out",
         )
     if arguments.link is not None and not 0 < arguments.link < math.inf:
         raise InputError(
@@ -160,7 +160,7 @@ def _distributed(
             tile=tile_of(sizes.seq_q),
             **captures,
         ).chunks
-    found = distributed.forecast(
+    forecast = distributed.forecast(
         spec,
         world,
         (sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.seq_q),
@@ -170,29 +170,29 @@ def _distributed(
         captures=captures,
         link=None if arguments.link is None else arguments.link * 1e9,
     )
-    write(str(found))
+    write(str(forecast))
     if arguments.map is not None:
-        found.draw(arguments.map)
+        forecast.draw(arguments.map)
         write(f"map     {arguments.map}")
 
 
 def _predict(
     arguments: PlanArguments, sizes: Shape, spec: AttentionSpec, plans: Sequence[Plan]
 ) -> None:
-    """The predicted time of each launch for a shape."""
+    """Prints the predicted time of each launch for a shape."""
     with busy("loading torch"):
         from flashgen.calls.runtime.bind_arguments import blocks_of_call, heads_of_call
         from flashgen.tools.cli.tune import known_call
         from flashgen.tools.tune.rank import predicted
     example = CallArguments(path=arguments.path, scalars=arguments.scalars)
-    known = known_call(spec, random_call(spec, example, sizes))
-    of_call = []
+    checked_call = known_call(spec, random_call(spec, example, sizes))
+    plans_of_call = []
     for planned in plans:
         if planned.kernel == "forward":
-            heads = heads_of_call(spec, planned, known.problem, known.captured)
+            heads = heads_of_call(spec, planned, checked_call.problem, checked_call.captured)
             if heads.reason:
                 write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
-            size = split_of_call(spec, planned.arch, known.problem)
+            size = split_of_call(spec, planned.arch, checked_call.problem)
             if size:
                 write(
                     f"\nsplit_size  {size:,}, by the plan: --decode shows the launches of a call "
@@ -211,11 +211,11 @@ def _predict(
                 )
                 write(f"\n{planned}")
             if planned.is_persistent:
-                write(f"\n{blocks_of_call(planned, known.problem, packed=spec.packed)}")
-        of_call.append(planned)
-    durations = predicted(known, of_call)
-    for each in durations:
-        write(f"\n{each}")
+                write(f"\n{blocks_of_call(planned, checked_call.problem, packed=spec.packed)}")
+        plans_of_call.append(planned)
+    durations = predicted(checked_call, plans_of_call)
+    for duration in durations:
+        write(f"\n{duration}")
     parts = cost_of_parts(durations, LaunchSizes(*astuple(sizes)))
     if parts:
         write(f"\n{parts}")

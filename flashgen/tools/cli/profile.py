@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.kernels.planner.models.fitted_time import STATED_ERROR
 from flashgen.tools.cli.arguments import ProfileArguments
-from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
+from flashgen.tools.cli.console import busy, listing, plural, print_rows, say, seconds
 from flashgen.tools.cli.decoding import decoding_plan, sizes_of
 from flashgen.tools.cli.inputs import changed_spec, check_folder
 from flashgen.tools.cli.profiled import call_of, profiled_call
@@ -29,21 +29,21 @@ def profile(arguments: ProfileArguments) -> None:
         check_folder(arguments.plot.parent, "--plot")
         check_plot(arguments.plot)
     call = call_of(spec, arguments, sizes)
-    found = profiled_call(spec, arguments, sizes, call)
-    run, profiles = found.run, found.profiles
+    profiled = profiled_call(spec, arguments, sizes, call)
+    run, profiles = profiled.run, profiled.profiles
     dropout = f", dropout p {arguments.dropout}" if arguments.dropout else ""
-    what = f"{spec.name}, {arguments.path}: {sizes}, {spec.dtype}{dropout}"
-    say(f"{what}, {run.arch}, counted in the emulator")
+    description = f"{spec.name}, {arguments.path}: {sizes}, {spec.dtype}{dropout}"
+    say(f"{description}, {run.arch}, counted in the emulator")
     if not profiles:
         say("no kernel was launched: a size is 0")
         return
-    for each in profiles:
+    for kernel_profile in profiles:
         say()
-        show(each, arguments.lines)
+        show(kernel_profile, arguments.lines)
     if arguments.decode:
         planned = decoding_plan(spec, arguments, sizes, call.options, run.arch)
         say()
-        facts([("call", _decoding(profiles, planned))])
+        print_rows([("call", _decoding(profiles, planned))])
     if arguments.plot is not None:
         plot(profiles, arguments.plot)
         say(f"\nroofline written to {arguments.plot.as_posix()}")
@@ -51,15 +51,15 @@ def profile(arguments: ProfileArguments) -> None:
 
 def _decoding(profiles: Sequence[Profile], planned: DecodingPlan) -> str:
     """The bytes of all launches, counted and predicted, against the HBM bound."""
-    counted = sum(each.issued.counted for each in profiles)
+    counted = sum(kernel_profile.issued.counted for kernel_profile in profiles)
     text = f"{counted:,.0f} B in all launches"
-    found = planned.predicted
-    if found is None:
+    predicted = planned.predicted
+    if predicted is None:
         return text
-    bound = found.traffic.at["bound_bytes"]
+    bound = predicted.traffic.at["bound_bytes"]
     return (
-        f"{text}, {found.traffic.bytes:,} predicted: {counted / bound:.3f} times the {bound:,} B "
-        f"of the HBM bound; {seconds(found.seconds)}, a prediction, against "
+        f"{text}, {predicted.traffic.bytes:,} predicted: {counted / bound:.3f} times the "
+        f"{bound:,} B of the HBM bound; {seconds(predicted.seconds)}, a prediction, against "
         f"{seconds(planned.bound_seconds)}"
     )
 
@@ -70,7 +70,7 @@ def show(profile: Profile, lines: int) -> None:
     tile = f"{plan.block_q} x {plan.block_k}" if plan.block_k else f"{plan.block_q} rows"
     if plan.heads_per_tile > 1:
         tile += f" with {plan.heads_per_tile} heads"
-    facts(
+    print_rows(
         [
             ("kernel", profile.kernel),
             (
@@ -85,7 +85,7 @@ def show(profile: Profile, lines: int) -> None:
     _tensors(profile)
     say()
     titles = ("work (clk: clocks of one SM)", "counted", "prediction", "counted / prediction")
-    listing(titles, [_compared(each) for each in profile.work], titles[1:])
+    listing(titles, [_compared(quantity) for quantity in profile.work], titles[1:])
     say()
     _classes(profile)
     say()
@@ -99,7 +99,7 @@ def _memory(profile: Profile) -> list[tuple[str, str]]:
     totals, l2, excess = profile.totals, profile.l2, profile.sectors_in_excess
     coalesced = f"{totals.sectors:,} sectors of {_SECTOR} B, "
     coalesced += f"{excess:,} more than the minimum" if excess else "the minimum for these bytes"
-    moved = f"{totals.wavefronts:,} wavefronts for {totals.shared_bytes:,} B, "
+    wavefronts = f"{totals.wavefronts:,} wavefronts for {totals.shared_bytes:,} B, "
     blocks = totals.barriers / (profile.blocks * profile.plan.warps)
     return [
         ("global", coalesced),
@@ -108,14 +108,14 @@ def _memory(profile: Profile) -> list[tuple[str, str]]:
             f"{l2.from_hbm:,} B read, {l2.to_hbm:,} B written: model of an L2 of "
             f"{l2.capacity >> 20} MiB, LRU, {l2.resident:,} resident blocks",
         ),
-        ("shared", moved + f"{totals.bank_conflicts:,} bank conflicts"),
+        ("shared", wavefronts + f"{totals.bank_conflicts:,} bank conflicts"),
         ("barriers", f"{blocks:,.1f} per block"),
     ]
 
 
 def _roofline(profile: Profile) -> list[tuple[str, str]]:
     roofline, arch = profile.roofline, profile.arch
-    busy_for = ", ".join(f"{each.name} {seconds(each.seconds)}" for each in roofline.bounds)
+    busy_for = ", ".join(f"{bound.name} {seconds(bound.seconds)}" for bound in roofline.bounds)
     rows = [("bound", f"{roofline.bound.name}, by the rates of {arch.product}: {busy_for}")]
     if roofline.flops:
         rows.append(
@@ -126,13 +126,13 @@ def _roofline(profile: Profile) -> list[tuple[str, str]]:
                 f"{roofline.attainable / 1e12:,.0f} TFLOP/s",
             )
         )
-    found = profile.duration
-    if found is not None:
-        turns = f"wave quantisation: {found.quantisation:.3f} times as long"
+    duration = profile.duration
+    if duration is not None:
+        turns = f"wave quantisation: {duration.quantisation:.3f} times as long"
         rows.append(
             (
                 "time",
-                f"{seconds(found.seconds)}, a prediction, bound by {found.bound}; {turns}; "
+                f"{seconds(duration.seconds)}, a prediction, bound by {duration.bound}; {turns}; "
                 f"{STATED_ERROR}",
             )
         )
@@ -143,8 +143,8 @@ def _tensors(profile: Profile) -> None:
     compared = ("tensor", "issued B", "prediction", "counted / prediction")
     titles = (*compared, "distinct B", "sectors", "minimum")
     rows = [
-        [*_compared(each.issued), *_counts(each.distinct, each.sectors, each.sectors_least)]
-        for each in profile.tensors
+        [*_compared(tensor.issued), *_counts(tensor.distinct, tensor.sectors, tensor.sectors_least)]
+        for tensor in profile.tensors
     ]
     totals = profile.totals
     counts = _counts(profile.distinct.counted, totals.sectors, totals.sectors_least)
@@ -179,12 +179,12 @@ def _phases(profile: Profile) -> None:
     titles = ("step", *work, "conflicts", "barriers", "what it is")
     rows: list[Sequence[str]] = []
     for phase in profile.phases:
-        each = phase.totals
-        share = _share(each.warp_instructions, profile.totals.warp_instructions)
-        moved = _counts(each.tensor_multiply_adds, each.global_bytes, each.wavefronts)
-        waits = _counts(each.bank_conflicts, each.barriers)
-        first = (phase.number or "-", *_counts(each.warp_instructions), share)
-        rows.append((*first, *moved, *waits, phase.title))
+        totals = phase.totals
+        share = _share(totals.warp_instructions, profile.totals.warp_instructions)
+        traffic = _counts(totals.tensor_multiply_adds, totals.global_bytes, totals.wavefronts)
+        waits = _counts(totals.bank_conflicts, totals.barriers)
+        first = (phase.number or "-", *_counts(totals.warp_instructions), share)
+        rows.append((*first, *traffic, *waits, phase.title))
     listing(titles, rows, titles[1:-1])
 
 
@@ -192,12 +192,12 @@ def _lines(profile: Profile, count: int) -> None:
     titles = ("line", "warp instructions", "share", "source")
     rows = [
         (
-            f"{each.line}",
-            f"{each.totals.warp_instructions:,}",
-            _share(each.totals.warp_instructions, profile.totals.warp_instructions),
-            each.text,
+            f"{line.line}",
+            f"{line.totals.warp_instructions:,}",
+            _share(line.totals.warp_instructions, profile.totals.warp_instructions),
+            line.text,
         )
-        for each in profile.lines[:count]
+        for line in profile.lines[:count]
     ]
     listing(titles, rows, titles[:-1])
 

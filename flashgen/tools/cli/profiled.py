@@ -58,24 +58,26 @@ def profiled_call(
     from flashgen.tools.profile.run import profile_backward, profile_forward, profile_tangent
 
     served = served_call(spec, call, arguments)
-    how = {"arch": arguments.arch, "sram": arguments.sram}
-    doing = f"{spec.name}: compiling, then counting {sizes} in the emulator"
-    with emulated(doing, partial(expected_work, spec, call, arguments)):
-        given = served.options | how
-        run, profiles = profile_forward(served.spec, *served.operands, tiles=tiles, **given)
-    options = call.options | how
+    run_options = {"arch": arguments.arch, "sram": arguments.sram}
+    message = f"{spec.name}: compiling, then counting {sizes} in the emulator"
+    with emulated(message, partial(expected_work, spec, call, arguments)):
+        forward_options = served.options | run_options
+        run, profiles = profile_forward(
+            served.spec, *served.operands, tiles=tiles, **forward_options
+        )
+    options = call.options | run_options
     results, gradients, tangents = (*call.operands, run.out, run.lse), None, None
     if arguments.backward:
         fixed = arguments.deterministic or config.batch_invariant()
-        doing = f"{spec.name}: compiling and counting the backward kernels"
-        with emulated(doing, partial(expected_work, spec, call, arguments, "backward")):
-            gradients, more = profile_backward(
+        message = f"{spec.name}: compiling and counting the backward kernels"
+        with emulated(message, partial(expected_work, spec, call, arguments, "backward")):
+            gradients, pass_profiles = profile_backward(
                 spec, *results, *call.gradients, deterministic=fixed, **options
             )
-        profiles += more
+        profiles += pass_profiles
     if arguments.tangent:
-        doing = f"{spec.name}: compiling and counting the kernel of tangents"
-        with emulated(doing, partial(expected_work, spec, call, arguments, "tangent")):
-            tangents, more = profile_tangent(spec, *results, call.tangents, **options)
-        profiles += more
+        message = f"{spec.name}: compiling and counting the kernel of tangents"
+        with emulated(message, partial(expected_work, spec, call, arguments, "tangent")):
+            tangents, pass_profiles = profile_tangent(spec, *results, call.tangents, **options)
+        profiles += pass_profiles
     return ProfiledCall(served, run, gradients, tangents, profiles)

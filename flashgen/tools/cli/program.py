@@ -48,7 +48,7 @@ groups: dict[str, typer.Typer] = {}
 """The commands of two words, such as ``cache list``, by their first word."""
 
 
-def command(made_of: type[Any]) -> None:
+def command(arguments_type: type[Any]) -> None:
     """Registers the command of a dataclass: its fields are the options, its docstring is the help.
 
     ``CacheListArguments`` is the command ``cache list``, which is the function ``cache_list`` of
@@ -56,43 +56,45 @@ def command(made_of: type[Any]) -> None:
     name ``build``. The module is imported when the command runs, so that --help and `plan` do
     not load torch.
     """
-    words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", made_of.__name__).lower())[:-1]
+    words = re.findall("[a-z]+", re.sub("([A-Z])", r" \1", arguments_type.__name__).lower())[:-1]
     module, function = f"flashgen.tools.cli.{words[0]}", "_".join(words)
 
     def run(**options: Any) -> None:
-        given = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
         try:
-            _check_companions(given, made_of)
-            getattr(import_module(module), function)(made_of(**given))
+            _check_companions(values, arguments_type)
+            getattr(import_module(module), function)(arguments_type(**values))
         except FlashgenError as error:
-            _name_options(error, given, made_of)
+            _name_options(error, values, arguments_type)
             raise
 
-    run.__signature__ = signature_of(made_of)  # type: ignore[attr-defined]
+    run.__signature__ = signature_of(arguments_type)  # type: ignore[attr-defined]
     if words[0] in declared.GROUPS:
         if words[0] not in groups:
             groups[words[0]] = typer.Typer(no_args_is_help=True)
             app.add_typer(groups[words[0]], name=words[0], help=declared.GROUPS[words[0]])
-        groups[words[0]].command(words[-1], help=made_of.__doc__)(run)
+        groups[words[0]].command(words[-1], help=arguments_type.__doc__)(run)
     else:
-        app.command("-".join(words), help=made_of.__doc__)(run)
+        app.command("-".join(words), help=arguments_type.__doc__)(run)
 
 
-def _check_companions(given: dict[str, Any], made_of: type[Any]) -> None:
+def _check_companions(values: dict[str, Any], arguments_type: type[Any]) -> None:
     """Checks that options whose help begins with "With --a and --b:" are given with these.
 
     Raises:
         InputError: one would have no effect.
     """
-    there = _given(given, made_of)
-    for field, _, option in _options(made_of):
+    changed_flags = _changed_flags(values, arguments_type)
+    for field, _, option in _options(arguments_type):
         flag = _flag(field.name, option)
         named = re.match(r"With (--\S+(?:(?: and | or )--\S+)*):", option.help or "")
-        if field.name not in there or named is None:
+        if field.name not in changed_flags or named is None:
             continue
         needed = named[1].split(" or ")
-        if not any(set(each.split(" and ")) <= set(there.values()) for each in needed):
-            value = given[field.name]
+        if not any(
+            set(alternative.split(" and ")) <= set(changed_flags.values()) for alternative in needed
+        ):
+            value = values[field.name]
             words = value if isinstance(value, tuple) else () if value is True else (value,)
             raise InputError(
                 f"the option {flag} has no effect without {named[1]}",
@@ -102,32 +104,32 @@ def _check_companions(given: dict[str, Any], made_of: type[Any]) -> None:
             )
 
 
-def _name_options(error: FlashgenError, given: dict[str, Any], made_of: type[Any]) -> None:
+def _name_options(error: FlashgenError, values: dict[str, Any], arguments_type: type[Any]) -> None:
     """Words an error about an argument of a function as one about the option that gives it.
 
-    What a line of a spec file gives keeps its name in Python, and so do arguments without an
-    option on this command line, and those whose options are left out and have a default.
+    Arguments that a line of a spec file gives keep their names in Python, and so do arguments
+    without an option on this command line, and arguments whose options keep their defaults.
     """
     if re.search(r"\.py:\d+$", error.where):
         return
-    there = _given(given, made_of)
+    changed_flags = _changed_flags(values, arguments_type)
     open_ones = {
         field.name: _flag(field.name, option)
-        for field, _, option in _options(made_of)
+        for field, _, option in _options(arguments_type)
         if isinstance(option, OptionInfo) and field.default is None
     }
-    flags = {declared.ARGUMENTS.get(x, x): flag for x, flag in (open_ones | there).items()}
-    names = (text.partition("=")[0].strip() for text in given.get("scalars", ()))
+    flags = {declared.ARGUMENTS.get(x, x): flag for x, flag in (open_ones | changed_flags).items()}
+    names = (text.partition("=")[0].strip() for text in values.get("scalars", ()))
     flags |= {name: f"--scalar {name}" for name in names}
-    found = re.match(r"argument (\w+)(?: of flashgen\S+)?$|(?:plan\()?(\w+)=", error.where)
-    flag = flags.get(found[1] or found[2]) if found else None
-    if found and found[1] and flag is None and "scalars" in given:
+    argument = re.match(r"argument (\w+)(?: of flashgen\S+)?$|(?:plan\()?(\w+)=", error.where)
+    flag = flags.get(argument[1] or argument[2]) if argument else None
+    if argument and argument[1] and flag is None and "scalars" in values:
         from flashgen.tools.cli.inputs import example_of
 
-        place, is_scalar = example_of(given["path"], found[1])
-        error.where = place or error.where
-        flags |= {found[1]: f"--scalar {found[1]}"} if is_scalar else {}
-    if found and flag and (found[1] or flag in there.values()):
+        location, is_scalar = example_of(values["path"], argument[1])
+        error.where = location or error.where
+        flags |= {argument[1]: f"--scalar {argument[1]}"} if is_scalar else {}
+    if argument and flag and (argument[1] or flag in changed_flags.values()):
         error.where = f"option {flag}"
 
     def option_of(match: re.Match[str]) -> str:
@@ -140,23 +142,23 @@ def _name_options(error: FlashgenError, given: dict[str, Any], made_of: type[Any
     value = r"(\"?)([\w.+-]+)\2|\((\d+), (\d+)\)"
     error.way_out = re.sub(rf"(?<!-)(?<!--scalar )\b(\w+)=(?:{value})", option_of, error.way_out)
     if flag and error.where == f"option {flag}" and "fg." in error.way_out:
-        helps = {_flag(x.name, option): option.help for x, _, option in _options(made_of)}
+        helps = {_flag(x.name, option): option.help for x, _, option in _options(arguments_type)}
         error.way_out = f"{flag}: {helps[flag]}" if flag in helps else error.way_out
 
 
-def _given(given: dict[str, Any], made_of: type[Any]) -> dict[str, str]:
+def _changed_flags(values: dict[str, Any], arguments_type: type[Any]) -> dict[str, str]:
     """The options that have another value than their default, by name, as they are typed."""
     return {
         field.name: _flag(field.name, option)
-        for field, _, option in _options(made_of)
-        if isinstance(option, OptionInfo) and given[field.name] not in (field.default, ())
+        for field, _, option in _options(arguments_type)
+        if isinstance(option, OptionInfo) and values[field.name] not in (field.default, ())
     }
 
 
-def signature_of(made_of: type[Any]) -> Signature:
+def signature_of(arguments_type: type[Any]) -> Signature:
     """The signature from which typer makes a command: a parameter for each field."""
     parameters = []
-    for field, value, option in _options(made_of):
+    for field, value, option in _options(arguments_type):
         default: Any = Parameter.empty if field.default is MISSING else field.default
         if get_origin(value) is tuple:  # typer's type of an option that may be repeated is a list
             value = list[get_args(value)[0]]  # type: ignore[misc]
@@ -168,10 +170,12 @@ def signature_of(made_of: type[Any]) -> Signature:
     return Signature(parameters)
 
 
-def _options(made_of: type[Any]) -> Iterator[tuple[Field[Any], Any, OptionInfo | ArgumentInfo]]:
-    """Each field of a command's arguments with the type of its value and what it is for typer."""
-    hints = get_type_hints(made_of, include_extras=True)
-    for field in fields(made_of):
+def _options(
+    arguments_type: type[Any],
+) -> Iterator[tuple[Field[Any], Any, OptionInfo | ArgumentInfo]]:
+    """Each field of a command's arguments, the type of its value and its declaration for typer."""
+    hints = get_type_hints(arguments_type, include_extras=True)
+    for field in fields(arguments_type):
         value, *declared = get_args(hints[field.name])
         limits = declared.pop() if isinstance(declared[-1], dict) else {}
         if isinstance(declared[0], str):
@@ -183,8 +187,12 @@ def _options(made_of: type[Any]) -> Iterator[tuple[Field[Any], Any, OptionInfo |
 
 def _flag(field: str, option: OptionInfo | ArgumentInfo) -> str:
     """The long name of an option; typer takes the first one that is given for a default."""
-    given = (option.default, *(option.param_decls or ()))
-    named = [each for each in given if isinstance(each, str) and each.startswith("--")]
+    declarations = (option.default, *(option.param_decls or ()))
+    named = [
+        declaration
+        for declaration in declarations
+        if isinstance(declaration, str) and declaration.startswith("--")
+    ]
     return named[0] if named else f"--{field.replace('_', '-')}"
 
 
@@ -203,8 +211,8 @@ def program(
     """The options that do not belong to a command: --version."""
 
 
-for made_of in declared.COMMANDS:
-    command(made_of)
+for arguments_type in declared.COMMANDS:
+    command(arguments_type)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def expected_work(
     columns = columns_of_launch(spec, arch, kind, tangents=moving, sram=arguments.sram).columns
     if columns != spec.head_dim_v:
         return 0
-    known = known_call(spec, call)
+    checked_call = known_call(spec, call)
     plans: Sequence[Plan]
     if which == "tangent":
         plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, arguments.sram)),)
@@ -77,13 +77,13 @@ def expected_work(
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels
     else:
         one_head = plan(spec, arch, sram=arguments.sram)
-        heads = heads_of_call(spec, one_head, known.problem, known.captured).heads
+        heads = heads_of_call(spec, one_head, checked_call.problem, checked_call.captured).heads
         plans = (replace(one_head, heads_per_tile=heads),)
-    return expected_multiply_adds(known, plans)
+    return expected_multiply_adds(checked_call, plans)
 
 
 @contextmanager
-def emulated(doing: str, expected: Callable[[], float]) -> Iterator[None]:
+def emulated(message: str, expected: Callable[[], float]) -> Iterator[None]:
     """Says on stderr how long the launches inside take, where they take long in the emulator.
 
     Args:
@@ -92,7 +92,7 @@ def emulated(doing: str, expected: Callable[[], float]) -> Iterator[None]:
     import ptx_emulator as emulator
 
     report = _Report(expected)
-    with busy(doing) as quiet, emulator.watching(report):
+    with busy(message) as quiet, emulator.watching(report):
         report.before_first = quiet
         try:
             yield

@@ -16,7 +16,7 @@ from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import file_and_variable
 from flashgen.tools.cli.arguments import ReportArguments
 from flashgen.tools.cli.call import operand_elements, random_call
-from flashgen.tools.cli.console import busy, facts, plural
+from flashgen.tools.cli.console import busy, plural, print_rows
 from flashgen.tools.cli.decoding import sizes_of
 from flashgen.tools.cli.inputs import (
     OWN_TILE,
@@ -44,21 +44,26 @@ MOST_OPERANDS = 2e8
 def report(arguments: ReportArguments) -> None:
     """Executes a call, or two, and writes the page."""
     check_file(arguments.output, "--output")
-    chosen = _sides(arguments)
-    specs = [changed_spec(each.path, each) for each in chosen]
+    arguments_of_sides = _sides(arguments)
+    specs = [
+        changed_spec(side_arguments.path, side_arguments) for side_arguments in arguments_of_sides
+    ]
     sizes = sizes_of(arguments, arguments.shape, *specs)
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")
     with busy("loading torch"):
         from flashgen.tools.views.render import html_of
         from flashgen.tools.views.values import Page
-    sides = [_side(spec, each, sizes) for spec, each in zip(specs, chosen, strict=True)]
+    sides = [
+        _side(spec, side_arguments, sizes)
+        for spec, side_arguments in zip(specs, arguments_of_sides, strict=True)
+    ]
     title = " and ".join(dict.fromkeys(side.title for side in sides))
     with busy("writing the page"):
         text = html_of(Page(f"flashgen report: {title}", tuple(sides)))
     arguments.output.write_text(text, encoding="utf-8")
     kernels = sum(len(side.kernels) for side in sides)
-    facts(
+    print_rows(
         [
             ("report", f"{arguments.output.as_posix()}, {len(text.encode()):,} B"),
             ("shows", f"{title}: {plural(kernels, 'launch', 'launches')} of {sizes}"),
@@ -69,7 +74,7 @@ def report(arguments: ReportArguments) -> None:
 
 def _verdicts(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
     for side in sides:
-        wrong = [each.name for each in side.errors if not each.verdict.ok]
+        wrong = [errors.name for errors in side.errors if not errors.verdict.ok]
         right = f"{plural(len(side.errors), 'result')} within the error rule"
         right = right if side.errors else "no result was compared with the oracle"
         yield "errors", f"{', '.join(wrong)} of {side.title}: FAIL" if wrong else right
@@ -85,14 +90,15 @@ def _sides(arguments: ReportArguments) -> list[ReportArguments]:
         InputError: there are more than two of one of them.
     """
     specs = [arguments.path, *([arguments.other] if arguments.other else [])]
-    archs = [arch_of(each) for each in _listed(arguments.arch, "--arch") or (None,)]
+    archs = [arch_of(arch) for arch in _listed(arguments.arch, "--arch") or (None,)]
     tiles = _listed(arguments.tile, "--tile") or [OWN_TILE]
     for tile in tiles:
         parse_tile(tile)
-    two = 2 in (len(specs), len(archs), len(tiles))  # what is given once is the same on both sides
+    # A value that is given once holds for both sides.
+    is_comparison = 2 in (len(specs), len(archs), len(tiles))
     return [
         replace(arguments, path=specs[end], arch=archs[end], tile=tiles[end])
-        for end in ((0, -1) if two else (0,))
+        for end in ((0, -1) if is_comparison else (0,))
     ]
 
 
@@ -109,21 +115,21 @@ def _listed(text: str | None, option: str) -> list[str]:
 
 
 def _given_tile(
-    spec: AttentionSpec, arch: str, given: tuple[int, int] | None, sram: int | None
+    spec: AttentionSpec, arch: str, sizes: tuple[int, int] | None, sram: int | None
 ) -> dict[str, Tile]:
     """The cheapest tile of the given sizes for the forward kernel; {} for the plan's own.
 
     Raises:
         PlanError: no tile of these sizes fits.
     """
-    if given is None:
+    if sizes is None:
         return {}
     plans = feasible(spec, arch, sram=sram)
-    fitting = [plan for plan in plans if (plan.block_q, plan.block_k) == given]
+    fitting = [plan for plan in plans if (plan.block_q, plan.block_k) == sizes]
     if fitting:
         return {"forward": fitting[0].tile}
-    rows, keys = given
-    near = sorted({(p.block_q, p.block_k) for p in plans}, key=lambda t: _distance(t, given))
+    rows, keys = sizes
+    near = sorted({(p.block_q, p.block_k) for p in plans}, key=lambda t: _distance(t, sizes))
     raise PlanError(
         "the forward kernel cannot have this tile",
         where=f"option --tile, {spec.name} on {arch}",
@@ -132,8 +138,8 @@ def _given_tile(
     )
 
 
-def _distance(tile: tuple[int, int], given: tuple[int, int]) -> float:
-    return sum(max(a, b) / max(1, min(a, b)) for a, b in zip(tile, given, strict=True))
+def _distance(tile: tuple[int, int], sizes: tuple[int, int]) -> float:
+    return sum(max(a, b) / max(1, min(a, b)) for a, b in zip(tile, sizes, strict=True))
 
 
 def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side:
@@ -146,14 +152,14 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
     call = call_of(spec, arguments, sizes)
     work = expected_work(spec, call, arguments)
     _check_work(work, MOST_WORK, "multiply-adds", sizes)
-    found = profiled_call(spec, arguments, sizes, call, tiles)
+    profiled = profiled_call(spec, arguments, sizes, call, tiles)
     file = file_and_variable(arguments.path)[0]
     text = file_text(spec.file or Path(file).name, Path(file).read_text(encoding="utf-8"))
     rows = [
         ("spec", f"{spec.name}, {spec.file or Path(file).name}"),
         *input_rows(spec, call, sizes),
-        *decoding_rows(arguments, found.served.pages, found.run.report),
-        ("architecture", found.run.arch),
+        *decoding_rows(arguments, profiled.served.pages, profiled.run.report),
+        ("architecture", profiled.run.arch),
         ("executed", "in the emulator, every instruction counted, on random operands"),
     ]
     title = f"{spec.name}, {arch}"
@@ -161,8 +167,8 @@ def _side(spec: AttentionSpec, arguments: ReportArguments, sizes: Shape) -> Side
         rows.append(("tile", f"{tile[0]} x {tile[1]}, given for the forward kernel"))
         title += f", tile {tile[0]} x {tile[1]}"
     with busy(f"{spec.name}: computing the oracle in float64"):
-        runs = found.run, found.gradients, found.tangents
-        results = CallResults(spec, found.served.contiguous, found.profiles, *runs)
+        runs = profiled.run, profiled.gradients, profiled.tangents
+        results = CallResults(spec, profiled.served.contiguous, profiled.profiles, *runs)
         side = side_of(results, title, rows, text)
     if arguments.predict is None:
         return side
@@ -190,30 +196,30 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
             numbers=f"{sizes}; the kernel has {shared} query heads per tile",
             way_out="as many query heads per key head as in --shape",
         )
-    known = known_call(spec, random_call(spec, arguments, sizes))
+    checked_call = known_call(spec, random_call(spec, arguments, sizes))
     plans, cost = [pane.plan for pane in panes], ""
-    if any(each.kernel == "fused" and each.divides_groups for each in plans):
-        of_call = plan_backward_of_call(spec, plans[0].arch, astuple(sizes)).kernels
-        cost = cost_of_parts(predicted(known, of_call), LaunchSizes(*astuple(sizes)))
+    if any(planned.kernel == "fused" and planned.divides_groups for planned in plans):
+        plans_of_call = plan_backward_of_call(spec, plans[0].arch, astuple(sizes)).kernels
+        cost = cost_of_parts(predicted(checked_call, plans_of_call), LaunchSizes(*astuple(sizes)))
         plans = [replace(x, in_parts=bool(cost)) if x.kernel == "fused" else x for x in plans]
-    found = predicted(known, plans)
-    made = {
+    durations = predicted(checked_call, plans)
+    new_panes = {
         pane.title: with_duration(pane, duration, f"{sizes}", cost * (pane.plan.kernel == "fused"))
-        for pane, duration in zip(panes, found, strict=False)
+        for pane, duration in zip(panes, durations, strict=False)
     }
-    return replace(side, kernels=tuple(made.get(pane.title, pane) for pane in side.kernels))
+    return replace(side, kernels=tuple(new_panes.get(pane.title, pane) for pane in side.kernels))
 
 
-def _check_work(given: float, most: float, what: str, sizes: Shape) -> None:
+def _check_work(work: float, most: float, unit: str, sizes: Shape) -> None:
     """Refuses a call that the emulator would execute for hours.
 
     Raises:
         InputError: it has more than ``most``.
     """
-    if given > most:
+    if work > most:
         raise InputError(
             "this shape is too large for the emulator, which counts every instruction",
             where="option --shape",
-            numbers=f"{sizes}: {given:.3g} {what}; at most {most:.3g}",
+            numbers=f"{sizes}: {work:.3g} {unit}; at most {most:.3g}",
             way_out="a smaller --shape, as 1,4,256; flashgen plan --shape predicts large ones",
         )

@@ -27,9 +27,9 @@ def input_rows(spec: AttentionSpec, call: RandomCall, sizes: Shape) -> Iterator[
         text = ", ".join(f"{name} = {value}" for name, value in scalars.items())
         examples = ", ".join(name for name in scalars if name in call.examples)
         yield "scalars", text + (f"  ({examples}: the file's example)" if examples else "")
-    own = LAYOUT_LISTS if spec.block_sparse is not None else ()
-    for tensor in (each for each in spec.tensors if each.name != RANDOM_STATE):
-        if tensor.name not in own:
+    derived_names = LAYOUT_LISTS if spec.block_sparse is not None else ()
+    for tensor in (captured for captured in spec.tensors if captured.name != RANDOM_STATE):
+        if tensor.name not in derived_names:
             text = f"{tensor.name} {list(tensors[tensor.name].shape)}, {tensor.dtype}"
             text += ", learned" if tensor.grad else ""
             text += ", the file's example" if tensor.name in call.examples else ", random"
@@ -50,7 +50,7 @@ def decoding_rows(
 
     Args:
         pages: the pages of the caches; 0 for contiguous keys.
-        report: that of the forward kernel.
+        report: the report of the forward kernel.
     """
     size = report.split_size
     if not arguments.decode and not size:

@@ -14,7 +14,7 @@ from flashgen.shared.errors import InputError
 from flashgen.spec.language.python_printer import python_text
 from flashgen.tools.cli.arguments import RunArguments
 from flashgen.tools.cli.call import choose_backend, random_call
-from flashgen.tools.cli.console import busy, facts, plural, seconds
+from flashgen.tools.cli.console import busy, plural, print_rows, seconds
 from flashgen.tools.cli.decoding import capacity_of, served_call, sizes_of
 from flashgen.tools.cli.ending import MISMATCH
 from flashgen.tools.cli.inputs import changed_spec
@@ -43,7 +43,9 @@ def run(arguments: RunArguments) -> None:
     backend, why = choose_backend(arguments.backend)
     orders = _orders(arguments, backend)
     in_emulator = backend.startswith("emulator")
-    on = "in the emulator" if in_emulator else "on the GPU" if backend == "gpu" else "on the CPU"
+    where_it_runs = (
+        "in the emulator" if in_emulator else "on the GPU" if backend == "gpu" else "on the CPU"
+    )
     call = random_call(
         spec,
         arguments,
@@ -55,7 +57,7 @@ def run(arguments: RunArguments) -> None:
     )
     served = served_call(spec, call, arguments)
     call = served.contiguous
-    how: dict[str, Any] = {
+    run_options: dict[str, Any] = {
         "backend": backend,
         "arch": arguments.arch,
         "sram": arguments.sram,
@@ -63,44 +65,46 @@ def run(arguments: RunArguments) -> None:
     }
 
     def forward() -> ForwardRun:
-        return run_forward(served.spec, *served.operands, **served.options | how)
+        return run_forward(served.spec, *served.operands, **served.options | run_options)
 
-    ran: list[tuple[ForwardRun, list[Derivatives]]] = []
+    results_of_orders: list[tuple[ForwardRun, list[Derivatives]]] = []
     verdicts: dict[str, Verdict] = {}
     more_rows: list[Row] = []
     elapsed = 0.0
     for order in orders:
-        how["order_seed"] = order
+        run_options["order_seed"] = order
         suffix = f", order {order}" if len(orders) > 1 else ""
-        doing = f"{spec.name}: compiling, then running {sizes} {on}{suffix}"
-        with emulated(doing, partial(expected_work, spec, call, arguments)):
+        message = f"{spec.name}: compiling, then running {sizes} {where_it_runs}{suffix}"
+        with emulated(message, partial(expected_work, spec, call, arguments)):
             result = forward()
-            if not ran:
+            if not results_of_orders:
                 elapsed = on_gpu(forward) if backend == "gpu" else result.report.run_seconds
-        found: dict[str, Verdict] = {}
+        order_verdicts: dict[str, Verdict] = {}
         if arguments.check:
             with busy(f"{spec.name}: computing the oracle in float64"):
-                found |= judge_of(spec, call, "forward")(result)
-        more: list[Derivatives] = []
+                order_verdicts |= judge_of(spec, call, "forward")(result)
+        derivatives: list[Derivatives] = []
         for which in _more_passes(arguments):
-            doing = f"{spec.name}: compiling, then running the {which} pass {on}{suffix}"
-            derivative = derivative_of(spec, call, result, which, **how)
-            with emulated(doing, partial(expected_work, spec, call, arguments, which)):
-                more.append(derivative())
-                total = on_gpu(derivative) if backend == "gpu" and not ran else None
-            if not ran:
-                more_rows += _rows_of(which, more[-1], total)
+            message = (
+                f"{spec.name}: compiling, then running the {which} pass {where_it_runs}{suffix}"
+            )
+            derivative = derivative_of(spec, call, result, which, **run_options)
+            with emulated(message, partial(expected_work, spec, call, arguments, which)):
+                derivatives.append(derivative())
+                total = on_gpu(derivative) if backend == "gpu" and not results_of_orders else None
+            if not results_of_orders:
+                more_rows += _rows_of(which, derivatives[-1], total)
             if arguments.check:
                 with busy(f"{spec.name}: computing the {which} pass in float64"):
-                    found |= judge_of(spec, call, which)(more[-1])
-        verdicts |= {name + suffix: verdict for name, verdict in found.items()}
-        ran.append((result, more))
-    result = ran[0][0]
+                    order_verdicts |= judge_of(spec, call, which)(derivatives[-1])
+        verdicts |= {name + suffix: verdict for name, verdict in order_verdicts.items()}
+        results_of_orders.append((result, derivatives))
+    result = results_of_orders[0][0]
 
     arch = result.arch
     if arguments.sram is not None:
         arch += f", planned for {arguments.sram:,} B of shared memory per block"
-    facts(
+    print_rows(
         [
             ("spec", f"{spec.name}, {arguments.path}"),
             ("score_mod", python_text(spec.score) if spec.score_line else "none"),
@@ -111,7 +115,7 @@ def run(arguments: RunArguments) -> None:
             ("arch", arch),
             *_kernel_rows(result, elapsed, arguments.checkers),
             *more_rows,
-            *_order_rows(orders, ran),
+            *_order_rows(orders, results_of_orders),
             *((name, str(verdict)) for name, verdict in verdicts.items()),
             ("result", _result(verdicts)),
         ]
@@ -139,14 +143,15 @@ def _orders(arguments: RunArguments, backend: str) -> tuple[int | None, ...]:
 
 
 def _order_rows(
-    orders: tuple[int | None, ...], ran: Sequence[tuple[ForwardRun, Sequence[Derivatives]]]
+    orders: tuple[int | None, ...],
+    results_of_orders: Sequence[tuple[ForwardRun, Sequence[Derivatives]]],
 ) -> Iterator[Row]:
     """The orders of the emulator, and whether the results of all have the same bits."""
     if orders == (None,):
         return
     text = ", ".join(map(str, orders))
-    if len(ran) > 1:
-        first, *others = [_results(*one) for one in ran]
+    if len(results_of_orders) > 1:
+        first, *others = [_results(*results) for results in results_of_orders]
         differ = [name for name, bits in first.items() if any(o[name] != bits for o in others)]
         text += f": {', '.join(differ)} differ in bits" if differ else ": the same bits in all"
     yield "orders", text
@@ -161,18 +166,18 @@ def _more_passes(arguments: RunArguments) -> Iterator[str]:
         yield "tangent"
 
 
-def _results(forward: ForwardRun, more: Sequence[Derivatives]) -> dict[str, bytes]:
+def _results(forward: ForwardRun, derivatives: Sequence[Derivatives]) -> dict[str, bytes]:
     """The bytes of all results by name."""
     from flashgen.calls.runtime.bound_kernel import span
     from flashgen.calls.runtime.reports import TangentRun
 
-    found = {"out": forward.out, "lse": forward.lse}
-    for run in more:
+    results = {"out": forward.out, "lse": forward.lse}
+    for run in derivatives:
         if isinstance(run, TangentRun):
-            found |= {"out's tangent": run.out, "lse's tangent": run.lse}
+            results |= {"out's tangent": run.out, "lse's tangent": run.lse}
         else:
-            found |= {"dq": run.dq, "dk": run.dk, "dv": run.dv}
-    return {name: span(tensor.contiguous()).tobytes() for name, tensor in found.items()}
+            results |= {"dq": run.dq, "dk": run.dk, "dv": run.dv}
+    return {name: span(tensor.contiguous()).tobytes() for name, tensor in results.items()}
 
 
 def _rows_of(which: str, run: Derivatives, total: float | None) -> Iterator[Row]:
@@ -214,10 +219,10 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
             yield "table", _launched(table.kernel)
     yield "kernel", f"{kernel.source.name}, {kernel.source.filename}"
     if report.others:
-        each = ", ".join(str(part.columns) for part in (report, *report.others))
+        columns = ", ".join(str(part.columns) for part in (report, *report.others))
         yield (
             "parts",
-            f"{1 + len(report.others)} launches, of {each} columns of v; this is the first",
+            f"{1 + len(report.others)} launches, of {columns} columns of v; this is the first",
         )
     yield "tile", f"block_q {plan.block_q} x block_k {plan.block_k}, {plural(plan.warps, 'warp')}"
     if report.heads_reason:
@@ -239,8 +244,8 @@ def _kernel_rows(result: ForwardRun, elapsed: float, checkers: bool) -> Iterator
         yield "bytes", _bytes(counted)
     if report.merge is not None and report.merge.kernel is not None:
         merged = report.merge.counters
-        moved = "" if merged is None else f", {_bytes(merged)}"
-        yield "merge", _launched(report.merge.kernel) + moved
+        traffic = "" if merged is None else f", {_bytes(merged)}"
+        yield "merge", _launched(report.merge.kernel) + traffic
     built = "from the cache" if binary.from_cache else "compiled"
     yield "build", f"{seconds(report.build_seconds)}, {built}"
     with_checkers = f", memory and race checkers {'on' if checkers else 'off'}"

@@ -15,7 +15,7 @@ from flashgen.shared.arch import DEFAULT_ARCH, paths_of
 from flashgen.shared.errors import InputError, SpecError
 from flashgen.tools.cli.arguments import TuneArguments
 from flashgen.tools.cli.call import RandomCall, choose_backend, random_call
-from flashgen.tools.cli.console import busy, facts, listing, plural, say, seconds
+from flashgen.tools.cli.console import busy, listing, plural, print_rows, say, seconds
 from flashgen.tools.cli.inputs import Shape, changed_spec, check_one_pass, parse_shape
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ def tune(arguments: TuneArguments) -> None:
     """Ranks the tiles; where there is a GPU, measures the best and keeps the winner."""
     spec = changed_spec(arguments.path, arguments)
     if spec.paged or spec.chooses:
-        what = "a paged cache" if spec.paged else "lists of blocks"
+        keys = "a paged cache" if spec.paged else "lists of blocks"
         option = "paged=True" if spec.paged else f"{spec.block_sparse!r}"
         raise SpecError(
-            f"tuned tiles do not apply to calls with {what}",
+            f"tuned tiles do not apply to calls with {keys}",
             where=f"{arguments.path}, {option}",
             numbers="all calls of a spec have one tile, so that the bits of a row are the same",
             way_out=f"flashgen plan, which shows the tile; or the spec without {option}",
@@ -55,8 +55,8 @@ def tune(arguments: TuneArguments) -> None:
         from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
-    known = known_call(spec, call)
-    if which == "forward" and split_of_call(spec, arch, known.problem):
+    checked_call = known_call(spec, call)
+    if which == "forward" and split_of_call(spec, arch, checked_call.problem):
         raise InputError(
             "tuned tiles do not apply to calls with split keys",
             where="option --shape",
@@ -65,10 +65,10 @@ def tune(arguments: TuneArguments) -> None:
             way_out="flashgen plan --decode, which shows the tile; or a shape with more queries",
         )
     with busy(f"{spec.name}: ranking the tiles that fit"):
-        choices = rank(known, arch, which=which, sram=arguments.sram)
-    own = derived(spec, arch, which, choices, arguments.sram)
+        choices = rank(checked_call, arch, which=which, sram=arguments.sram)
+    planners_choice = derived(spec, arch, which, choices, arguments.sram)
     unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
-    facts(
+    print_rows(
         [
             ("spec", f"{spec.name}, {arguments.path}"),
             ("shape", f"{sizes}, {spec.dtype}, {which}"),
@@ -78,22 +78,25 @@ def tune(arguments: TuneArguments) -> None:
     )
     say()
     if reason:
-        _show_best(choices, own)
-        _show_ranked(choices, own, arguments.show)
-        for each in choices[0].durations:
-            say(f"\n{each}")
+        _show_best(choices, planners_choice)
+        _show_ranked(choices, planners_choice, arguments.show)
+        for duration in choices[0].durations:
+            say(f"\n{duration}")
         say(f"\nranked by the model, not measured: {reason}")
         return
-    tried = [own, *(each for each in choices[: arguments.most] if each is not own)]
+    tried = [
+        planners_choice,
+        *(choice for choice in choices[: arguments.most] if choice is not planners_choice),
+    ]
     small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
     small_call = random_call(spec, arguments, small, device="cuda")
-    how = {"backend": "gpu", "arch": arch}
+    run_options = {"backend": "gpu", "arch": arch}
     with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(tried, spec, small_call, which, **how)
+        candidates = checked(tried, spec, small_call, which, **run_options)
     with busy(f"{spec.name}: measuring"):
-        measured = fastest(candidates, on_gpu, spec, call, which, **how)
-    _show_measured(measured, own)
-    _keep(measured, own, known, arch, which)
+        measured = fastest(candidates, on_gpu, spec, call, which, **run_options)
+    _show_measured(measured, planners_choice)
+    _keep(measured, planners_choice, checked_call, arch, which)
 
 
 def _pass(arguments: TuneArguments) -> str:
@@ -110,16 +113,16 @@ def _target(arguments: TuneArguments) -> tuple[str, str, str]:
     """The architecture, the device of the tensors, and why a measurement is impossible, or ""."""
     from flashgen.calls.trust import decide
 
-    given = arguments.arch or config.arch()
+    option = arguments.arch or config.arch()
     backend, why = choose_backend(None)
     if backend != "gpu":
-        return given or DEFAULT_ARCH, "cpu", why
+        return option or DEFAULT_ARCH, "cpu", why
     runs = paths_of(launch.device_arch(0))
-    if given is not None and given not in runs:
-        return given, "cpu", f"the GPU here is {why}, {' or '.join(runs)}"
+    if option is not None and option not in runs:
+        return option, "cpu", f"the GPU here is {why}, {' or '.join(runs)}"
     if arguments.sram is not None:
-        return given or runs[0], "cpu", "--sram plans for another machine than this one"
-    return given or decide(0).arch, "cuda", ""
+        return option or runs[0], "cpu", "--sram plans for another machine than this one"
+    return option or decide(0).arch, "cuda", ""
 
 
 def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
@@ -134,34 +137,39 @@ def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
     return KnownCall(spec, problem, {name: array(tensor) for name, tensor in tensors})
 
 
-def _show_best(choices: tuple[TileChoice, ...], own: TileChoice) -> None:
+def _show_best(choices: tuple[TileChoice, ...], planners_choice: TileChoice) -> None:
     """Prints the best choice, the planner's and how far apart they are, in three lines."""
     best = choices[0]
     say(f"best for this shape: {_tiles(best.plans)}")
-    say(f"for all shapes the planner takes: {_tiles(own.plans)}")
-    gain = own.seconds / best.seconds - 1
-    if best is own or not gain > 0:
+    say(f"for all shapes the planner takes: {_tiles(planners_choice.plans)}")
+    gain = planners_choice.seconds / best.seconds - 1
+    if best is planners_choice or not gain > 0:
         say("they are the same by the model: tuning this shape gains nothing")
     else:
         say(f"the model predicts that the best takes {100 * gain / (1 + gain):.1f} % less time")
     say()
 
 
-def _show_ranked(choices: tuple[TileChoice, ...], own: TileChoice, most: int) -> None:
+def _show_ranked(choices: tuple[TileChoice, ...], planners_choice: TileChoice, most: int) -> None:
     """Prints the best choices, and the planner's own choice whatever its rank."""
     listing(
         ("rank", "kernels and tiles", "predicted", ""),
         [
-            (str(place), _tiles(each.plans), _predicted(each), _whose(each, own))
-            for place, each in enumerate(choices, 1)
-            if place <= most or each is own
+            (
+                str(position),
+                _tiles(choice.plans),
+                _predicted(choice),
+                _whose(choice, planners_choice),
+            )
+            for position, choice in enumerate(choices, 1)
+            if position <= most or choice is planners_choice
         ],
         ("rank", "predicted"),
     )
 
 
-def _whose(choice: TileChoice, own: TileChoice) -> str:
-    return "the planner's, for all shapes" if choice is own else ""
+def _whose(choice: TileChoice, planners_choice: TileChoice) -> str:
+    return "the planner's, for all shapes" if choice is planners_choice else ""
 
 
 def _predicted(choice: TileChoice) -> str:
@@ -190,7 +198,11 @@ def _sharing(plan: Plan) -> str:
 
 
 def _keep(
-    measured: list[Measured], own: TileChoice, known: KnownCall, arch: str, which: str
+    measured: list[Measured],
+    planners_choice: TileChoice,
+    checked_call: KnownCall,
+    arch: str,
+    which: str,
 ) -> None:
     """Writes the winner to the cache, for later calls of this kind."""
     from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, place, write
@@ -203,24 +215,26 @@ def _keep(
     if root is None:
         say("\nno tile is kept: FLASHGEN_CACHE_DIR is off, or not this user's alone")
         return
-    of_own = next((each.seconds for each in measured if each.choice is own), None)
-    path = place(root, gpu_name(0), known.spec, arch, which, known.problem)
-    kept = Winner(winner.choice.tiles, winner.seconds, of_own or 0.0)
-    if write(path, kept):
+    planners_seconds = next(
+        (candidate.seconds for candidate in measured if candidate.choice is planners_choice), None
+    )
+    path = place(root, gpu_name(0), checked_call.spec, arch, which, checked_call.problem)
+    record = Winner(winner.choice.tiles, winner.seconds, planners_seconds or 0.0)
+    if write(path, record):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")
 
 
-def _show_measured(measured: list[Measured], own: TileChoice) -> None:
+def _show_measured(measured: list[Measured], planners_choice: TileChoice) -> None:
     listing(
         ("kernels and tiles", "predicted", "measured", ""),
         [
             (
-                _tiles(each.choice.plans),
-                _predicted(each.choice),
-                seconds(each.seconds) if each.seconds is not None else each.refused,
-                _whose(each.choice, own),
+                _tiles(candidate.choice.plans),
+                _predicted(candidate.choice),
+                seconds(candidate.seconds) if candidate.seconds is not None else candidate.refused,
+                _whose(candidate.choice, planners_choice),
             )
-            for each in measured
+            for candidate in measured
         ],
         ("predicted", "measured"),
     )

@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 from flashgen.tools.cli.arguments import VisualizeArguments
 from flashgen.tools.cli.captured_tensors import captures_of
-from flashgen.tools.cli.console import facts, write
+from flashgen.tools.cli.console import print_rows, write
 from flashgen.tools.cli.inputs import arch_of, changed_spec, check_file, parse_shape, parse_tile
 
 
@@ -25,14 +25,14 @@ def visualize(arguments: VisualizeArguments) -> None:
     sizes = parse_shape(arguments.shape)
     tile = None if arguments.tile is None else parse_tile(arguments.tile)
     offsets = {"q_offset": arguments.q_offset, "k_offset": arguments.k_offset}
-    of_values = spec
+    value_spec = spec
     if spec.paged:  # one sequence, whose queries are the last positions
-        of_values = spec.replace(paged=False, kv_dtype=None)
+        value_spec = spec.replace(paged=False, kv_dtype=None)
         offsets["q_offset"] = offsets["q_offset"] or sizes.seq_k - sizes.seq_q
-    scalars, tensors = captures_of(of_values, arguments, sizes, **offsets)
+    scalars, tensors = captures_of(value_spec, arguments, sizes, **offsets)
     from flashgen.tools.views.visualize import visualize as map_of
 
-    found = map_of(
+    tile_map = map_of(
         spec,
         astuple(sizes),
         arch=arch_of(arguments.arch),
@@ -44,13 +44,13 @@ def visualize(arguments: VisualizeArguments) -> None:
         **offsets,
     )
     if arguments.output is None:
-        write(str(found))
+        write(str(tile_map))
         return
-    found.save(arguments.output)
+    tile_map.save(arguments.output)
     size = arguments.output.stat().st_size
-    facts(
+    print_rows(
         [
             ("picture", f"{arguments.output.as_posix()}, {size:,} B"),
-            ("shows", found.drawing().counts),
+            ("shows", tile_map.drawing().counts),
         ]
     )

@@ -34,7 +34,7 @@ class ProblemResult:
     Attributes:
         problem, arch: the problem's name, and the architecture that its kernels were compiled for.
         ok: whether every result meets the error rule and, where bits are determined, has them.
-        text: the result that is furthest beyond its limit or nearest to it; or what went wrong.
+        text: the result that is furthest beyond its limit or nearest to it; or the error.
         share: the error of that result divided by its limit; None where nothing was compared, and
             where the result has NaN or infinities that do not match.
         equal: the share of elements whose bits are those of the emulator; None without it.
@@ -83,19 +83,19 @@ def run(
     step("building")
     _build(problem, arch)
     step("running")
-    found = _on_cpu(_runs(problem, problem.inputs(device), arch))
+    runs = _on_cpu(_runs(problem, problem.inputs(device), arch))
     step("comparing")
     clean, spec = problem.inputs(poison=False), problem.spec()
     verdicts = {
-        **judge_of(spec, clean, "forward")(found.forward),
-        **judge_of(spec, clean, "backward")(found.backward),
+        **judge_of(spec, clean, "forward")(runs.forward),
+        **judge_of(spec, clean, "backward")(runs.backward),
     }
     worst = max(verdicts, key=lambda name: (not verdicts[name], _share(verdicts[name])))
     ok, text = all(verdicts.values()), f"{worst} {verdicts[worst]}"
     bits = Bits()
     if emulate:
-        emulated = _runs(problem, problem.inputs(), arch, found.forward)
-        bits = compare_bits(found, emulated, _gpu(device, arch))
+        emulated = _runs(problem, problem.inputs(), arch, runs.forward)
+        bits = compare_bits(runs, emulated, _gpu(device, arch))
         if ok and bits.wrong:
             ok = False
             text = f"{', '.join(bits.wrong)}: not the emulator's bits, which are determined"
@@ -129,20 +129,24 @@ def _runs(problem: Problem, inputs: Inputs, arch: str, first: ForwardRun | None 
         first: the forward run whose results the backward pass takes instead of its own.
     """
     spec = problem.spec()
-    how: dict[str, Any] = {"arch": arch, "backend": "gpu", **inputs.options}
+    run_options: dict[str, Any] = {"arch": arch, "backend": "gpu", **inputs.options}
     if inputs.operands[0].device.type == "cpu":
-        how |= {"backend": "emulator", "check_memory": False}
-    forward = run_forward(spec, *inputs.operands, **how)
-    taken = first or forward
-    given = (*inputs.operands, taken.out, taken.lse, *inputs.gradients)
-    return Runs(forward, run_backward(spec, *given, **how, deterministic=False))
+        run_options |= {"backend": "emulator", "check_memory": False}
+    forward = run_forward(spec, *inputs.operands, **run_options)
+    forward_results = first or forward
+    arguments = (*inputs.operands, forward_results.out, forward_results.lse, *inputs.gradients)
+    return Runs(forward, run_backward(spec, *arguments, **run_options, deterministic=False))
 
 
 def _on_cpu(runs: Runs) -> Runs:
     """The runs with their tensors on the CPU, which waits for the device."""
 
-    def report(one: Report) -> Report:
-        return one if one.table is None else replace(one, table=one.table.cpu())
+    def report(launch_report: Report) -> Report:
+        return (
+            launch_report
+            if launch_report.table is None
+            else replace(launch_report, table=launch_report.table.cpu())
+        )
 
     forward, backward = runs.forward, runs.backward
     main = replace(forward.report, tables=tuple(map(report, forward.report.tables)))
@@ -153,7 +157,7 @@ def _on_cpu(runs: Runs) -> Runs:
             dq=backward.dq.cpu(),
             dk=backward.dk.cpu(),
             dv=backward.dv.cpu(),
-            captured=tuple(each.cpu() for each in backward.captured),
+            captured=tuple(gradient.cpu() for gradient in backward.captured),
             reports=tuple(map(report, backward.reports)),
         ),
     )
@@ -176,7 +180,7 @@ class Bits:
     Attributes:
         equal: the share of elements with the same bits.
         exact: the number of results whose bits are determined.
-        wrong: those among them that differ.
+        wrong: the names of the determined results that differ.
     """
 
     equal: float = 1.0
@@ -200,8 +204,8 @@ def compare_bits(left: Runs, right: Runs, gpu: str | None = None) -> Bits:
     """
     same = total = exact = 0
     wrong = []
-    for (name, one, kernels), (_, other, _) in zip(_results(left), _results(right), strict=True):
-        equal = _bits(one) == _bits(other)
+    for (name, tensor, kernels), (_, other, _) in zip(_results(left), _results(right), strict=True):
+        equal = _bits(tensor) == _bits(other)
         same, total = same + int(equal.sum()), total + equal.numel()
         if not any(open_instructions(kernel.ptx, gpu) for kernel in kernels):
             exact += 1
@@ -219,8 +223,8 @@ def _results(runs: Runs) -> Iterator[tuple[str, Tensor, tuple[Build, ...]]]:
         for name, tensor in (("out", forward.out), ("lse", forward.lse)):
             yield name, tensor, (forward.report.kernel,)
     kernels = tuple(r.kernel for r in backward.reports if r.kernel is not None and r.table is None)
-    for place, tensor in enumerate((backward.dq, backward.dk, backward.dv, *backward.captured)):
-        yield f"gradient {place}", tensor, kernels
+    for index, tensor in enumerate((backward.dq, backward.dk, backward.dv, *backward.captured)):
+        yield f"gradient {index}", tensor, kernels
 
 
 def _defined(table: Tensor) -> Tensor:

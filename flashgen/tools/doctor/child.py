@@ -69,8 +69,8 @@ def report(problems: Sequence[Problem], arch: str, runner: Runner, events: IO[st
     path. So does one on the device, after its result: the device may be unusable behind it.
     """
 
-    def write(event: str, **more: object) -> None:
-        print(json.dumps({"event": event, **more}), file=events, flush=True)
+    def write(event: str, **fields: object) -> None:
+        print(json.dumps({"event": event, **fields}), file=events, flush=True)
 
     write("ready")
     for problem in problems:

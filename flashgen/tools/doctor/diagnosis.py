@@ -30,7 +30,7 @@ _REPORT = "report the output of `flashgen doctor --json`; FLASHGEN_ARCH chooses 
 _TRY_AGAIN = "flashgen doctor, while no other process uses the GPU"
 
 Tell = Callable[[str], None]
-Each = Callable[[ProblemResult], None]
+OnResult = Callable[[ProblemResult], None]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PathOfGpu:
 
     Attributes:
         taken: whether calls without the argument arch take it.
-        why: what is known about it.
+        why: the reason for its standing.
     """
 
     arch: str
@@ -86,7 +86,7 @@ def diagnose(
     seconds: float = SECONDS,
     driver: Any = None,
     tell: Tell = lambda text: None,
-    each: Each = lambda result: None,
+    on_result: OnResult = lambda result: None,
 ) -> Diagnosis:
     """Checks versions, then runs the problems of `flashgen.tools.doctor.problems`.
 
@@ -100,27 +100,27 @@ def diagnose(
         seconds: the time limit for the problems of one code path.
         driver: replaces ``cuda.bindings.driver``.
         tell: called with a line for each step.
-        each: called with the outcome of each problem when it ends.
+        on_result: called with the outcome of each problem when it ends.
     """
     machine = inspect(driver)
     gpu = next((gpu for gpu in machine.gpus if gpu.index == device), None)
     findings = list(unfit(machine, device))
     if machine.gpus and gpu is None:
-        there = ", ".join(str(gpu.index) for gpu in machine.gpus)
-        findings.append(Finding(f"there is no CUDA device {device}", f"--device {there}"))
+        known_devices = ", ".join(str(gpu.index) for gpu in machine.gpus)
+        findings.append(Finding(f"there is no CUDA device {device}", f"--device {known_devices}"))
     if findings:  # the problems would only fail for the same reasons
         return Diagnosis(machine, gpu, findings=tuple(findings))
     if gpu is None:
-        ran = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell, each)
+        path_run = run_path(DEFAULT_ARCH, NO_DEVICE, PROBLEMS[:1], seconds, tell, on_result)
         path = PathOfGpu(DEFAULT_ARCH, True, "the default of calls that run without a GPU")
-        return Diagnosis(machine, None, (path,), ran.results, ran.findings)
+        return Diagnosis(machine, None, (path,), path_run.results, path_run.findings)
     results: list[ProblemResult] = []
     for arch in paths_of(gpu.arch):
-        ran = run_path(arch, device, PROBLEMS, seconds, tell, each)
-        results += ran.results
-        findings += ran.findings
-        if ran.verdict is not None:
-            verdicts.write(verdicts.subject_of(gpu, arch), ran.verdict)
+        path_run = run_path(arch, device, PROBLEMS, seconds, tell, on_result)
+        results += path_run.results
+        findings += path_run.findings
+        if path_run.verdict is not None:
+            verdicts.write(verdicts.subject_of(gpu, arch), path_run.verdict)
     paths = _paths(gpu, driver)
     layouts = tuple(_layouts(paths))
     return Diagnosis(machine, gpu, paths, tuple(results), tuple(findings), layouts)
@@ -142,21 +142,21 @@ class PathRun:
     @property
     def verdict(self) -> PathVerdict | None:
         """Failed with the first wrong problem, passed where all are right, else None."""
-        wrong = next((each for each in self.results if not each.ok), None)
+        wrong = next((result for result in self.results if not result.ok), None)
         if wrong is not None:
             return PathVerdict(f"{wrong.problem}: {wrong.text}")
         return None if self.hindrance else PathVerdict()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        found = [
-            Finding(f"{each.arch}, {each.problem}: {each.text}", _REPORT)
-            for each in self.results
-            if not each.ok
+        findings = [
+            Finding(f"{result.arch}, {result.problem}: {result.text}", _REPORT)
+            for result in self.results
+            if not result.ok
         ]
         if self.hindrance:
-            found.append(Finding(f"{self.arch}: {self.hindrance}", _TRY_AGAIN))
-        return tuple(found)
+            findings.append(Finding(f"{self.arch}: {self.hindrance}", _TRY_AGAIN))
+        return tuple(findings)
 
 
 def run_path(
@@ -165,22 +165,22 @@ def run_path(
     problems: Sequence[Problem],
     seconds: float,
     tell: Tell,
-    each: Each = lambda result: None,
+    on_result: OnResult = lambda result: None,
 ) -> PathRun:
     """Runs the problems in a child process; if it crashes, starts another for the remaining ones.
 
     Args:
         device: the number of the CUDA device, or `NO_DEVICE`.
         seconds: the time limit for all of them.
-        tell, each: as for `diagnose`.
+        tell, on_result: as for `diagnose`.
     """
     deadline = time.monotonic() + seconds
     left = [problem.name for problem in problems]
-    found: list[ProblemResult] = []
+    results: list[ProblemResult] = []
 
     def add(result: ProblemResult) -> None:
-        found.append(result)
-        each(result)
+        results.append(result)
+        on_result(result)
 
     def progress(event: trial.Event) -> None:
         tell(f"{arch}: {event['event']} {event.get('problem', '')}")
@@ -188,7 +188,7 @@ def run_path(
             add(ProblemResult(**{f.name: event[f.name] for f in fields(ProblemResult)}))
 
     while left:
-        before = len(found)
+        before = len(results)
         options = [word for name in left for word in ("--problem", name)]
         ended = trial.run(
             trial.command(arch, device, "--emulate", *options),
@@ -197,28 +197,28 @@ def run_path(
         )
         if ended.lost is not None:
             add(ProblemResult(ended.lost, arch, False, ended.reason))
-        if len(found) == before:
-            return PathRun(arch, tuple(found), ended.reason or "the child process ran nothing")
-        left = left[len(found) - before :]
-    return PathRun(arch, tuple(found))
+        if len(results) == before:
+            return PathRun(arch, tuple(results), ended.reason or "the child process ran nothing")
+        left = left[len(results) - before :]
+    return PathRun(arch, tuple(results))
 
 
 def _paths(gpu: Gpu, driver: Any) -> tuple[PathOfGpu, ...]:
     """The code paths, and which one a call without the argument arch takes now."""
-    known = {arch: decision.standing(gpu, arch) for arch in paths_of(gpu.arch)}
-    why = {arch: each.why for arch, each in known.items()}
-    taken = config.arch()
-    if taken is not None:
-        why[taken] = f"FLASHGEN_ARCH; {why.get(taken, 'not tried')}"
+    standings = {arch: decision.standing(gpu, arch) for arch in paths_of(gpu.arch)}
+    why = {arch: standing.why for arch, standing in standings.items()}
+    chosen_arch = config.arch()
+    if chosen_arch is not None:
+        why[chosen_arch] = f"FLASHGEN_ARCH; {why.get(chosen_arch, 'not tried')}"
     else:
         with suppress(LaunchError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the screen shows it
             # As in a capture: nothing is tried again.
             chosen = decision.decide(gpu.index, capturing=lambda: True, driver=driver)
-            taken = chosen.arch
-            if not known[taken].passed:
-                why[taken] = chosen.why
-    return tuple(PathOfGpu(arch, arch == taken, reason) for arch, reason in why.items())
+            chosen_arch = chosen.arch
+            if not standings[chosen_arch].passed:
+                why[chosen_arch] = chosen.why
+    return tuple(PathOfGpu(arch, arch == chosen_arch, reason) for arch, reason in why.items())
 
 
 def _layouts(paths: Sequence[PathOfGpu]) -> Iterator[str]:
@@ -233,22 +233,22 @@ def _layouts(paths: Sequence[PathOfGpu]) -> Iterator[str]:
 # ---- the screen ----------------------------------------------------------------------------------
 
 
-def _screen(found: Diagnosis) -> Iterator[str]:
-    for name, value in _facts(found):
+def _screen(diagnosis: Diagnosis) -> Iterator[str]:
+    for name, value in _machine_rows(diagnosis):
         yield f"{name:<10} {value}"
-    if found.results:
+    if diagnosis.results:
         yield ""
-        yield from _table(found.results)
-    for finding in found.findings:
+        yield from _table(diagnosis.results)
+    for finding in diagnosis.findings:
         yield ""
         yield f"wrong      {finding.what}"
         yield f"try        {finding.way_out}"
     yield ""
-    yield f"result     {_summary(found)}"
+    yield f"result     {_summary(diagnosis)}"
 
 
-def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    machine = found.machine
+def _machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    machine = diagnosis.machine
     yield "flashgen", f"{machine.flashgen}, templates {machine.templates}"
     yield "python", f"{machine.python}, numpy {machine.numpy}, {machine.system}"
     cuda = f"for CUDA {machine.torch_cuda}" if machine.torch_cuda else "without CUDA"
@@ -264,33 +264,33 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
         )
     for gpu in machine.gpus[:1]:
         yield "driver", f"{gpu.driver}, supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
-    for path in found.paths:
+    for path in diagnosis.paths:
         yield "path", f"{path.arch}{' (taken)' if path.taken else ''}: {path.why}"
-    for why in found.layouts:
+    for why in diagnosis.layouts:
         yield "layouts", why
-    kept = machine.cache
-    where = f"{kept.folder}, {kept.entries:,} kernels, {kept.bytes:,} B"
-    yield "cache", "off" if kept.folder is None else where
+    cache = machine.cache
+    where = f"{cache.folder}, {cache.entries:,} kernels, {cache.bytes:,} B"
+    yield "cache", "off" if cache.folder is None else where
     yield "native", machine.native or "calls on a GPU are made without Python"
 
 
 def _nvrtc(machine: MachineFacts) -> str:
     bindings = f"cuda-bindings {machine.bindings or 'missing'}"
-    made = machine.nvrtc
-    if made is None:
+    nvrtc = machine.nvrtc
+    if nvrtc is None:
         return f"unusable, {bindings}"
-    archs = f"{made.archs[0]} to {made.archs[-1]}" if made.archs else "no architecture"
-    return f"{made.version}, compiles for {archs}, {bindings}; {made.library}"
+    archs = f"{nvrtc.archs[0]} to {nvrtc.archs[-1]}" if nvrtc.archs else "no architecture"
+    return f"{nvrtc.version}, compiles for {archs}, {bindings}; {nvrtc.library}"
 
 
 def _table(results: Sequence[ProblemResult]) -> Iterator[str]:
     titles = ("path", "problem", "result", "error / limit", "equal bits", "bitwise", "seconds")
-    rows = [titles, *(_row(each) for each in results)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(titles))]
+    rows = [titles, *(_row(result) for result in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
     for row in rows:
         cells = [
-            text.ljust(width) if place < 3 else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+            text.ljust(width) if column < 3 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
 
@@ -303,9 +303,9 @@ def _row(result: ProblemResult) -> tuple[str, ...]:
     return (result.arch, result.problem, outcome, share, equal, bitwise, f"{result.seconds:.1f}")
 
 
-def _summary(found: Diagnosis) -> str:
-    if found.findings:
-        return f"{len(found.findings)} wrong"
-    if found.gpu is None:
+def _summary(diagnosis: Diagnosis) -> str:
+    if diagnosis.findings:
+        return f"{len(diagnosis.findings)} wrong"
+    if diagnosis.gpu is None:
         return "no GPU; the compiler and the emulator work"
     return "all well"

@@ -37,23 +37,23 @@ def open_instructions(ptx: str, gpu: str | None = None) -> Counter[str]:
             manual, where all floating-point sums of tensor cores are open.
     """
     target = _TARGET.search(ptx)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for match in _STATEMENT.finditer(ptx):
         if _is_open(match[1], gpu, target[1] if target else ""):
-            found[match[1]] += 1
-    return found
+            counts[match[1]] += 1
+    return counts
 
 
 def _is_open(instruction: str, gpu: str | None, target: str) -> bool:
     name, *modifiers = instruction.split(".")
-    given = set(modifiers)
-    if given & {"approx", "full"}:
+    suffixes = set(modifiers)
+    if suffixes & {"approx", "full"}:
         return True
-    if not given & _FLOATS and not given & {"tf32", "e4m3", "e5m2"}:
+    if not suffixes & _FLOATS and not suffixes & {"tf32", "e4m3", "e5m2"}:
         return False
     if name in ("mma", "wgmma", "wmma"):
-        multiplies = "mma" in (name, *modifiers) or "mma_async" in given
+        multiplies = "mma" in (name, *modifiers) or "mma_async" in suffixes
         return multiplies and not (gpu and has_sums_of(gpu, target, instruction))
     if name in _MEMORY or instruction.startswith("cp.reduce"):
-        return "add" in given
-    return name in ("add", "sub", "mul") and not given & _ROUNDINGS
+        return "add" in suffixes
+    return name in ("add", "sub", "mul") and not suffixes & _ROUNDINGS

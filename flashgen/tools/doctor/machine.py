@@ -206,20 +206,20 @@ def _cache() -> Cache:
 
 
 def unfit(machine: MachineFacts, index: int = 0) -> tuple[Finding, ...]:
-    """What is missing or does not fit together, with what to install.
+    """The parts that are missing or do not fit together, and the packages to install.
 
     Args:
         index: the number of the CUDA device that is to be used.
     """
-    found = list(machine.broken)
+    findings = list(machine.broken)
     if machine.bindings is None:
-        found.append(Finding("cuda-bindings is missing", 'pip install "flashgen[cuda]"'))
+        findings.append(Finding("cuda-bindings is missing", 'pip install "flashgen[cuda]"'))
     elif machine.nvrtc is not None and _major(machine.bindings) != machine.nvrtc.major:
         what = f"cuda-bindings {machine.bindings} loads NVRTC {machine.nvrtc.version}"
         way_out = "install cuda-bindings and nvidia-cuda-nvrtc of one major version"
-        found.append(Finding(what, way_out))
+        findings.append(Finding(what, way_out))
     gpu = next((gpu for gpu in machine.gpus if gpu.index == index), None)
-    return (*found, *(_unfit_for(machine, gpu) if gpu is not None else ()))
+    return (*findings, *(_unfit_for(machine, gpu) if gpu is not None else ()))
 
 
 def _unfit_for(machine: MachineFacts, gpu: Gpu) -> Iterator[Finding]:
@@ -228,13 +228,13 @@ def _unfit_for(machine: MachineFacts, gpu: Gpu) -> Iterator[Finding]:
     except PlanError as error:
         yield Finding(f"{gpu.name} is {gpu.arch}: {error.what}", error.way_out)
         return
-    made = machine.nvrtc
+    nvrtc_facts = machine.nvrtc
     supports = f"driver {gpu.driver} supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
-    if made is not None and not loads(gpu.cuda, made.major):
-        what = f"{supports}; NVRTC {made.version} compiles for CUDA {made.major}"
-        yield Finding(what, fitting_versions(made.major, gpu.cuda))
-    if made is not None and paths[-1] not in made.archs:
-        what = f"NVRTC {made.version} does not compile for {paths[-1]}"
+    if nvrtc_facts is not None and not loads(gpu.cuda, nvrtc_facts.major):
+        what = f"{supports}; NVRTC {nvrtc_facts.version} compiles for CUDA {nvrtc_facts.major}"
+        yield Finding(what, fitting_versions(nvrtc_facts.major, gpu.cuda))
+    if nvrtc_facts is not None and paths[-1] not in nvrtc_facts.archs:
+        what = f"NVRTC {nvrtc_facts.version} does not compile for {paths[-1]}"
         yield Finding(what, "install a newer nvidia-cuda-nvrtc")
     if machine.torch_cuda is None:
         what = f"torch {machine.torch} is built without CUDA"

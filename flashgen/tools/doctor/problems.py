@@ -57,7 +57,7 @@ class Problem:
     """One call, forward and backward, on standard normal operands.
 
     Attributes:
-        name: what it tries, with its dtype and head dim.
+        name: the variant that it tries, with its dtype and head dim.
         spec: makes the spec.
         sizes: batch, heads_q, heads_kv, seq_q, seq_k.
         tensors: makes the captured tensors; its argument is a seeded generator.
@@ -97,29 +97,32 @@ class Problem:
         tensors = self.tensors(generator)
         if self.poisoned and poison:
             queries, keys = (tensors[name].tolist() for name in BOUNDARY_NAMES)
-            for one in (q, dout):
-                _poison(one, queries, keys)
-            for one in (k, v):
-                _poison(one, keys, queries)
+            for rows in (q, dout):
+                _poison(rows, queries, keys)
+            for rows in (k, v):
+                _poison(rows, keys, queries)
         options: dict[str, Any] = {
             "scalars": {},
-            "tensors": {name: each.to(device) for name, each in tensors.items()},
+            "tensors": {name: tensor.to(device) for name, tensor in tensors.items()},
         }
         if self.dropout_p:
             options |= {"dropout_p": self.dropout_p, "rng": torch.tensor(RNG, device=device)}
-        moved = [each.to(device) for each in (q, k, v, dout, dlse)]
-        return Inputs((moved[0], moved[1], moved[2]), (moved[3], moved[4]), options)
+        on_device = [tensor.to(device) for tensor in (q, k, v, dout, dlse)]
+        return Inputs(
+            (on_device[0], on_device[1], on_device[2]), (on_device[3], on_device[4]), options
+        )
 
 
-def _poison(rows: Tensor, own: list[int], others: list[int]) -> None:
-    """Puts NaN into the rows of sequences without partners, and into those behind the last one.
+def _poison(rows: Tensor, ends: list[int], other_ends: list[int]) -> None:
+    """Puts NaN into the rows of sequences without partners, and into rows behind the last sequence.
 
     Args:
         rows: [batch, heads, rows, columns].
-        own, others: the boundaries of these rows and of those on the other side of the scores.
+        ends, other_ends: the boundaries of these rows, and of the rows on the other side of the
+            scores.
     """
-    rows[:, :, own[-1] :] = torch.nan
-    for first, last, begin, end in zip(own, own[1:], others, others[1:], strict=False):
+    rows[:, :, ends[-1] :] = torch.nan
+    for first, last, begin, end in zip(ends, ends[1:], other_ends, other_ends[1:], strict=False):
         if begin == end:
             rows[:, :, first:last] = torch.nan
 
@@ -128,7 +131,7 @@ def _boundaries(generator: torch.Generator) -> dict[str, Tensor]:
     """Packed sequences, some without queries or without keys; rows follow the last one."""
     queries = [0, 1, 1, 70, 70, 90, 210]
     keys = [0, 3, 40, 43, 60, 60, 230]
-    boundaries = (torch.tensor(each, dtype=torch.int32) for each in (queries, keys))
+    boundaries = (torch.tensor(ends, dtype=torch.int32) for ends in (queries, keys))
     return dict(zip(BOUNDARY_NAMES, boundaries, strict=True))
 
 

@@ -39,19 +39,21 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
     """
     counts = entries = blocks = 0
     searching, _ = _searching_warps(plan)
-    for each in heads:
-        if each.walk is None or each.listed is None or each.visits is None:
+    for head_group in heads:
+        if head_group.walk is None or head_group.listed is None or head_group.visits is None:
             return {}
-        pairs = each.batch * each.heads_q * plan.walks
+        pairs = head_group.batch * head_group.heads_q * plan.walks
         times = pairs // plan.heads_per_tile
-        for visit in each.visits:
-            reads = _reads_of_lists(each.walk, plan, each.listed, visit)
+        for visit in head_group.visits:
+            reads = _reads_of_lists(head_group.walk, plan, head_group.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
-            entries += times * searching * sum(found for _, found in reads)
+            entries += times * searching * sum(entries_read for _, entries_read in reads)
             if plan.gathers:
-                blocks += times * _reads_of_boxes(each.walk, plan, each.listed, visit)
+                blocks += times * _reads_of_boxes(head_group.walk, plan, head_group.listed, visit)
                 continue
-            by_warps, by_lanes = _reads_of_tiles(each.walk, plan, each.listed, visit, by_rows)
+            by_warps, by_lanes = _reads_of_tiles(
+                head_group.walk, plan, head_group.listed, visit, by_rows
+            )
             blocks += times * by_warps + pairs * by_lanes
     if plan.is_persistent:
         # The search that ends a tile of boxes is repeated for the next.
@@ -65,7 +67,7 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
 
 
 def _searching_warps(plan: Plan) -> tuple[int, int]:
-    """Warps of a block that search for the next tile, and those that test whether it is full."""
+    """Warps of a block that search for the next tile, and warps that test whether it is full."""
     if not plan.other_warps:
         return plan.warps, plan.warps
     walking, testing = WALKING_WARPS.get(plan.kernel, (1, 1))
@@ -76,19 +78,19 @@ def _reads_of_lists(
     walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit
 ) -> list[tuple[int, int]]:
     """The counts and entries that a warp reads in each search for the next tile."""
-    here = walk.owned, visit.start, visit.stop, walk.walked
+    block_range = walk.owned, visit.start, visit.stop, walk.walked
     exact = walk.mask.reach_exact
-    may = None if exact else walk.classes(visit.start, visit.stop) != EMPTY
-    starts = list(_search_starts(visit, listed.tiles(*here), may))
+    may_keep = None if exact else walk.classes(visit.start, visit.stop) != EMPTY
+    starts = list(_search_starts(visit, listed.tiles(*block_range), may_keep))
     together = plan.boxes_per_tile
     if plan.owns_keys and len(visit.tiles) % together:
         starts.append(starts[-1])  # the boxes end inside of a tile, and are searched again for one
     if plan.kernel == "dq" and plan.gathers:
         starts += visit.tiles[together::together]  # found behind a tile, and again for the next
-    return [listed.reads(*here, tile) for tile in starts]
+    return [listed.reads(*block_range, tile) for tile in starts]
 
 
-def _search_starts(visit: Visit, listed: Array, may: Array | None) -> Iterator[int]:
+def _search_starts(visit: Visit, listed: Array, may_keep: Array | None) -> Iterator[int]:
     """The tiles from which the lists are searched, in order.
 
     Where the reach of the mask is not exact, the lists and the mask are evaluated alternately until
@@ -101,9 +103,9 @@ def _search_starts(visit: Visit, listed: Array, may: Array | None) -> Iterator[i
     tile = visit.first
     while True:
         yield tile
-        found = next_of(listed, tile)
-        tile = found if may is None else next_of(may, found)
-        if tile != found:
+        listed_tile = next_of(listed, tile)
+        tile = listed_tile if may_keep is None else next_of(may_keep, listed_tile)
+        if tile != listed_tile:
             continue
         if tile >= visit.end:
             return
@@ -144,10 +146,10 @@ def _reads_of_tiles(
 def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Visit) -> int:
     """Blocks read of the layout itself, for the tiles that a thread block gathers.
 
-    A lane of the producer reads those that 16 rows, or keys, and a box touch. Where some of these
-    are live and some not, the lanes of these rows read the block of each element of the tile.
+    A lane of the producer reads the blocks that 16 rows, or keys, and a box touch. Where some of
+    them are live and some not, the lanes of these rows read the block of each element of the tile.
     """
-    together, found, size = plan.boxes_per_tile, 0, walk.walked.block
+    together, block_count, size = plan.boxes_per_tile, 0, walk.walked.block
     tile_rows = plan.block_k if plan.owns_keys else plan.block_q
     rows = min(MMA_ROWS, walk.owned.block)
     for first in range(0, len(visit.tiles), together):
@@ -160,11 +162,11 @@ def _reads_of_boxes(walk: TileWalk, plan: Plan, listed: ListedBlocks, visit: Vis
             differ = False
             for box in boxes:
                 end = min((box + 1) * size, walk.walked.length)
-                some, mixed = _read_part(walk, listed, lines, box * size, end)
-                found += some
+                box_blocks, mixed = _read_part(walk, listed, lines, box * size, end)
+                block_count += box_blocks
                 differ |= mixed
-            found += MMA_ROWS * together * size * differ
-    return found
+            block_count += MMA_ROWS * together * size * differ
+    return block_count
 
 
 def _read_part(
@@ -179,13 +181,13 @@ def _until_one_is_not_live(live: Array) -> int:
     """The blocks that the lanes of a warp read, each until it finds one that is not live."""
     flat = live.ravel()
     turns = np.pad(flat, (0, -len(flat) % WARP)).reshape(-1, WARP)
-    there = np.arange(turns.size).reshape(turns.shape) < len(flat)
+    is_block = np.arange(turns.size).reshape(turns.shape) < len(flat)
     goes_on = np.vstack([np.ones((1, WARP), bool), np.logical_and.accumulate(turns)[:-1]])
-    return int(np.count_nonzero(goes_on & there))
+    return int(np.count_nonzero(goes_on & is_block))
 
 
 def _blocks_of_rows(walk: TileWalk, plan: Plan, listed: ListedBlocks) -> int:
-    """The blocks that lanes read for the rows of a tile, those past the end included."""
+    """The blocks that lanes read for the rows of a tile, rows past the end included."""
     rows, columns = walk.owned.block, walk.walked.block
     size = listed.walked_block
     if plan.in_passes:
@@ -205,12 +207,16 @@ def _unmasked_elements(walk: TileWalk, plan: Plan, visit: Visit, tile: int) -> i
     end = start + walked.block
     if not plan.loops_over_masks:
         end = min(end, walked.length)
-    walked_here = np.arange(start, end) + walked.offset
+    walked_positions = np.arange(start, end) + walked.offset
     stop = visit.stop if plan.owns_keys else visit.start + owned.block
-    owned_here = np.arange(visit.start, stop) + owned.offset
+    owned_positions = np.arange(visit.start, stop) + owned.offset
     if walk.mask.always:
-        return len(walked_here) * len(owned_here)
-    q, k = (walked_here, owned_here) if plan.owns_keys else (owned_here, walked_here)
+        return len(walked_positions) * len(owned_positions)
+    q, k = (
+        (walked_positions, owned_positions)
+        if plan.owns_keys
+        else (owned_positions, walked_positions)
+    )
     with np.errstate(all="ignore"):
-        kept = evaluate(walk.mask.expr, {**walk.env, Q: q[:, None], K: k[None, :]})
-    return int(np.count_nonzero(np.broadcast_to(kept, (len(q), len(k)))))
+        keeps = evaluate(walk.mask.expr, {**walk.env, Q: q[:, None], K: k[None, :]})
+    return int(np.count_nonzero(np.broadcast_to(keeps, (len(q), len(k)))))

@@ -101,23 +101,23 @@ class DecodingPlan:
             lines.append(f"          splits in a block: time over the least one   {times}")
         return "\n".join(lines)
 
-    def _predictions(self, found: SplitPrediction) -> list[str]:
-        over = found.traffic.over_bound
-        tiles = f"tiles     {found.work_tiles:,}, one for each block"
+    def _predictions(self, prediction: SplitPrediction) -> list[str]:
+        over = prediction.traffic.over_bound
+        tiles = f"tiles     {prediction.work_tiles:,}, one for each block"
         product = facts(self.plan.arch).product
-        launches = "both launches" if found.merge else "the launch"
+        launches = "both launches" if prediction.merge else "the launch"
         return [
-            tiles if found.blocks is None else str(found.blocks),
+            tiles if prediction.blocks is None else str(prediction.blocks),
             "",
             f"bytes     {over:.3f} times those of the HBM bound",
-            *str(found.traffic).splitlines()[1:],
+            *str(prediction.traffic).splitlines()[1:],
             "",
-            str(found.forward),
-            f"          slots have work for 1/quantisation = {found.busy:.1%} of the time",
-            *(["", str(found.merge)] if found.merge else []),
+            str(prediction.forward),
+            f"          slots have work for 1/quantisation = {prediction.busy:.1%} of the time",
+            *(["", str(prediction.merge)] if prediction.merge else []),
             "",
-            f"predicted {found.seconds * 1e6:,.1f} us for {launches}, without their starts: "
-            f"{found.seconds / self.bound_seconds:.3f} times",
+            f"predicted {prediction.seconds * 1e6:,.1f} us for {launches}, without their starts: "
+            f"{prediction.seconds / self.bound_seconds:.3f} times",
             f"          the {self.bound_seconds * 1e6:,.1f} us in which one {product} moves the "
             "bytes of the HBM bound",
         ]
@@ -161,7 +161,7 @@ def plan_decoding(
             numbers=f"spec {spec.name} has packed=True",
             way_out="the spec without packed=True, with a batch entry for each sequence",
         )
-    served = spec.replace(paged=True, kv_dtype=kv_dtype) if page_size else spec
+    served_spec = spec.replace(paged=True, kv_dtype=kv_dtype) if page_size else spec
     capacity = sizes.seq_k
     if page_size:
         pages = max(-(-sizes.seq_k // page_size), 1)
@@ -181,37 +181,37 @@ def plan_decoding(
         scalars=scalars,
     )
     invariant = split_size is None and config.batch_invariant()
-    chosen = plan_splits(served, arch, sizes.heads_kv)
+    chosen = plan_splits(served_spec, arch, sizes.heads_kv)
     size, why = split_number(split_size), "given instead"
     splits = 1
     runs: Mapping[int, float] = {}
     if invariant:
-        chosen = invariant_splits(served, arch)
+        chosen = invariant_splits(served_spec, arch)
         size = chosen.size
     elif split_size is None:
         size = chosen.size_of(call, paged=page_size > 0)
         why = "not for this call, of few keys or of rows for several tiles"
     if size:
-        served = split(served)
+        served_spec = split(served_spec)
         whole = dict(zip(WHOLE, (0, sizes.heads_q, sizes.seq_q, capacity), strict=True))
         scalars = {**scalars, **whole, SPLIT: size}
         splits = -(-capacity // size)
         call = replace(call, scalars=scalars, splits=splits)
-        runs = times_of_runs(served, arch, call)
+        runs = times_of_runs(served_spec, arch, call)
         run = fastest_run(runs)
-        served = joining(served, run)
+        served_spec = joining(served_spec, run)
         if run != ALL_SPLITS:
             call = call.in_runs(run)
-    heads = heads_of_call(served, plan(served, arch, sram=sram), call, captured)
+    heads = heads_of_call(served_spec, plan(served_spec, arch, sram=sram), call, captured)
     planned = plan(
-        served,
+        served_spec,
         arch,
         sram=sram,
         heads_per_tile=heads.heads,
         few_rows=heads.few_rows,
         unpaired=heads.unpaired,
     )
-    mask = analysed(served, walk_of_kernel("forward")).mask
-    predicted = predict_splits(KnownCall(served, call, captured), mask, planned)
-    found = planned, chosen, why, size, splits, heads, predicted, invariant, runs
-    return DecodingPlan(*found)
+    mask = analysed(served_spec, walk_of_kernel("forward")).mask
+    predicted = predict_splits(KnownCall(served_spec, call, captured), mask, planned)
+    values = planned, chosen, why, size, splits, heads, predicted, invariant, runs
+    return DecodingPlan(*values)

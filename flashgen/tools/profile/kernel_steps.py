@@ -36,17 +36,19 @@ def steps_of(text: str) -> tuple[KernelStep, ...]:
     """The steps of the kernel in an emitted file, in the order of its lines."""
     lines = text.splitlines()
     begin = next((n for n, line in enumerate(lines, 1) if _KERNEL.match(line)), len(lines))
-    found = []
+    steps = []
     for number, line in enumerate(lines[begin:], begin + 1):
         match = _STEP.match(line)
         if match:
-            found.append(KernelStep(match[1], _title(match[2].strip(), lines[number:]), number))
-    return tuple(found)
+            steps.append(KernelStep(match[1], _title(match[2].strip(), lines[number:]), number))
+    return tuple(steps)
 
 
 def _title(first: str, rest: Sequence[str]) -> str:
     """The complete sentences of a comment's first line; its first sentence where it has none."""
-    following = [more[1] for more in itertools.takewhile(bool, map(_GOES_ON.match, rest)) if more]
+    following = [
+        match[1] for match in itertools.takewhile(bool, map(_GOES_ON.match, rest)) if match
+    ]
     if first.endswith(".") or not following:
         return first
     done, dot, _ = first.rpartition(". ")
@@ -65,8 +67,8 @@ def phases_of(source: Source, by_line: Mapping[FileLine, Totals]) -> tuple[Phase
     starts = [step.line for step in steps]
     parts: list[list[Totals]] = [[] for _ in range(len(steps) + 2)]
     for (file, line), totals in by_line.items():
-        own = line > 0 and file == source.filename
-        parts[bisect_right(starts, line) if own else -1].append(totals)
+        in_file = line > 0 and file == source.filename
+        parts[bisect_right(starts, line) if in_file else -1].append(totals)
     before = KernelStep("", "before the first step", 0)
     after = KernelStep("", "of no line: constants, and what the compiler adds", 0)
     return tuple(
@@ -79,9 +81,14 @@ def phases_of(source: Source, by_line: Mapping[FileLine, Totals]) -> tuple[Phase
 def lines_of(source: Source, by_line: Mapping[FileLine, Totals]) -> tuple[SourceLine, ...]:
     """The work of each line of the file, the line with the most warp instructions first."""
     text = source.text.splitlines()
-    found = [
+    source_lines = [
         SourceLine(line, text[line - 1].strip(), totals)
         for (file, line), totals in by_line.items()
         if file == source.filename and 0 < line <= len(text)
     ]
-    return tuple(sorted(found, key=lambda each: (-each.totals.warp_instructions, each.line)))
+    return tuple(
+        sorted(
+            source_lines,
+            key=lambda source_line: (-source_line.totals.warp_instructions, source_line.line),
+        )
+    )

@@ -66,14 +66,18 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
     heads = heads_of(call, mask, plan)
     walks = joined(heads, plan, problem)
     if plan.kernel == "forward":
-        moved = _sum(forward_traffic(plan, *x.sizes, x.visited, x.before) for x in walks)
-        bytes_ = {name: getattr(moved, name) for name in ("q", "k", "v", "o", "lse")}
-        distinct = moved.compulsory
+        traffic = _sum(forward_traffic(plan, *x.sizes, x.visited, x.before) for x in walks)
+        bytes_ = {name: getattr(traffic, name) for name in ("q", "k", "v", "o", "lse")}
+        distinct = traffic.compulsory
     else:
-        moved = _sum(backward_traffic(plan, *x.sizes, x.visited, dlse=dlse) for x in walks)
-        bytes_ = _backward_bytes(plan, moved, dlse)
+        traffic = _sum(backward_traffic(plan, *x.sizes, x.visited, dlse=dlse) for x in walks)
+        bytes_ = _backward_bytes(plan, traffic, dlse)
         distinct = None
-    bytes_ |= _of_sink(spec, mask, moved) | _of_dropout(build, problem) | _of_counter(plan, problem)
+    bytes_ |= (
+        _sink_bytes(spec, mask, traffic)
+        | _dropout_bytes(build, problem)
+        | _counter_bytes(plan, problem)
+    )
     if spec.block_sparse is not None and not plan.streams:
         by_rows = blocks_are_bits(spec, mask.expr, plan)
         bytes_ |= bytes_of_layout(plan, heads, by_rows=by_rows)
@@ -87,30 +91,30 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
         bytes=bytes_,
         distinct=distinct,
         multiply_adds=multiply_adds_of(plan, scores),
-        clocks=_clocks(plan, moved.scores, scores),
+        clocks=_clocks(plan, traffic.scores, scores),
         duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
     )
 
 
-def predict_launch_of_splits(build: Build, found: SplitPrediction | None) -> LaunchPrediction:
+def predict_launch_of_splits(build: Build, prediction: SplitPrediction | None) -> LaunchPrediction:
     """The predictions for a launch of a call with split keys or a paged cache.
 
     Args:
-        found: the predictions for the call; None without any.
+        prediction: the predictions for the call; None without any.
     """
     plan = build.plan
-    if found is None or plan.kernel == "minmax_table":
+    if prediction is None or plan.kernel == "minmax_table":
         return LaunchPrediction()
     if plan.kernel == "merge":
-        return LaunchPrediction(found.traffic.of_merge(), duration=found.merge)
-    bytes_ = found.traffic.of_forward()
-    if found.blocks is not None and found.blocks.persistent:
-        bytes_["tile_counter"] = COUNTER_BYTES * found.blocks.work_tiles
+        return LaunchPrediction(prediction.traffic.of_merge(), duration=prediction.merge)
+    bytes_ = prediction.traffic.of_forward()
+    if prediction.blocks is not None and prediction.blocks.persistent:
+        bytes_["tile_counter"] = COUNTER_BYTES * prediction.blocks.work_tiles
     return LaunchPrediction(
         bytes=bytes_,
-        multiply_adds=multiply_adds_of(plan, found.scores),
-        clocks=_clocks(plan, found.visited, found.scores),
-        duration=found.forward,
+        multiply_adds=multiply_adds_of(plan, prediction.scores),
+        clocks=_clocks(plan, prediction.visited, prediction.scores),
+        duration=prediction.forward,
     )
 
 
@@ -126,24 +130,24 @@ def expected_multiply_adds(call: KnownCall, plans: Sequence[Plan]) -> Number:
 
 def multiply_adds_of(plan: Plan, scores: Number) -> Number | None:
     """Multiply-adds of the tensor cores for score elements; None without a prediction."""
-    at = plan.quantities
+    quantities = plan.quantities
     # Of Q K^T, an instruction may multiply more columns at once than the head dim divides into.
-    forward = at.get("depth", plan.head_dim) + plan.head_dim_v
-    macs = forward if plan.kernel == "forward" else at.get("macs")
+    forward = quantities.get("depth", plan.head_dim) + plan.head_dim_v
+    macs = forward if plan.kernel == "forward" else quantities.get("macs")
     return None if macs is None else OPERANDS[plan.dtype].products * macs * scores
 
 
 def _clocks(plan: Plan, visited: int, computed: int) -> dict[str, float]:
     """Clocks of one SM by `TERMS`. K and V of a tile are copied for all rows, whoever computes."""
-    at = plan.quantities
+    quantities = plan.quantities
     scores = dict.fromkeys(TERMS, computed) | {"l2": visited}
-    return {term: float(at[term]) * scores[term] for term in TERMS if term in at}
+    return {term: float(quantities[term]) * scores[term] for term in TERMS if term in quantities}
 
 
-def _of_sink(spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic) -> dict[str, int]:
+def _sink_bytes(spec: AttentionSpec, mask: MaskAnalysis, traffic: Traffic) -> dict[str, int]:
     """Bytes of a sink's logits and of its gradient's sums.
 
-    {} where the mods read the sink too, and for a sink of rows, of which lanes share sectors.
+    {} where the mods read the sink too, and for a sink of rows, where lanes share sectors.
     """
     sink = spec.sink
     if (
@@ -152,10 +156,10 @@ def _of_sink(spec: AttentionSpec, mask: MaskAnalysis, moved: Traffic) -> dict[st
         or sink.symbol in spec.score.free_symbols | mask.expr.free_symbols
     ):
         return {}
-    return {f"c_{field_stem(sink.name)}": moved.sink, "sink_sums": moved.dsink}
+    return {f"c_{field_stem(sink.name)}": traffic.sink, "sink_sums": traffic.dsink}
 
 
-def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
+def _dropout_bytes(build: Build, p: CheckedCall) -> dict[str, int]:
     """Bytes of seed and offset, which every computing thread reads once, before its main loop.
 
     Kernels that own keys read them in each step; the compiler decides which parts of them, so that
@@ -169,7 +173,7 @@ def _of_dropout(build: Build, p: CheckedCall) -> dict[str, int]:
     return {"rng": RNG_BYTES * WARP * plan.warps * x * y * z}
 
 
-def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
+def _counter_bytes(plan: Plan, p: CheckedCall) -> dict[str, int]:
     """Bytes of the work-tile counter, which is incremented once for each work tile."""
     if not plan.is_persistent:
         return {}
@@ -177,21 +181,21 @@ def _of_counter(plan: Plan, p: CheckedCall) -> dict[str, int]:
     return {"tile_counter": COUNTER_BYTES * blocks.work_tiles} if blocks.persistent else {}
 
 
-def _sum(moved: Iterable[Traffic]) -> Traffic:
-    return functools.reduce(operator.add, moved)
+def _sum(parts: Iterable[Traffic]) -> Traffic:
+    return functools.reduce(operator.add, parts)
 
 
-def _backward_bytes(plan: Plan, moved: Traffic, dlse: bool) -> dict[str, int]:
+def _backward_bytes(plan: Plan, traffic: Traffic, dlse: bool) -> dict[str, int]:
     names = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse_tangent"]
     names += [f"{name}_tangent" for name in "qkvo"]
-    lse = moved.lse // 2 if dlse else moved.lse
+    lse = traffic.lse // 2 if dlse else traffic.lse
     read = f"{CONVERT_KERNELS.get(plan.kernel, 'dq')}_sum"
-    sums = {"dq_sum": moved.sums_zeroed + moved.added}
-    sums |= {"dk_sum": moved.dk_sums, "dv_sum": moved.dv_sums}
-    sums[read] += moved.sums_read
-    return {name: getattr(moved, name) for name in names} | {
+    sums = {"dq_sum": traffic.sums_zeroed + traffic.added}
+    sums |= {"dk_sum": traffic.dk_sums, "dv_sum": traffic.dv_sums}
+    sums[read] += traffic.sums_read
+    return {name: getattr(traffic, name) for name in names} | {
         "lse": lse,
-        "dlse": moved.lse - lse,
-        "rows": moved.rows_read + moved.rows_written,
+        "dlse": traffic.lse - lse,
+        "rows": traffic.rows_read + traffic.rows_written,
         **sums,
     }

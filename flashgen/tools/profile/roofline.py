@@ -61,13 +61,17 @@ def roofline(
     """The roofline of a kernel, if every SM has an equal share of the work."""
     flops = 2.0 * totals.tensor_multiply_adds
     chip = arch.sms * arch.clock_hz
-    at = clocks(arch, totals, added_bytes, path)
+    clocks_by_term = clocks(arch, totals, added_bytes, path)
     requested = totals.sectors * SECTOR_BYTES
     fma_clocks = totals.lanes.get("float", 0) / arch.fp32_per_clock
     bounds = [
         RooflineBound("HBM", l2.hbm / arch.hbm_bytes_per_s),
         RooflineBound("FMA pipe", fma_clocks / chip),
-        *(RooflineBound(name, at[term] / chip) for term, name in _RESOURCES.items() if at[term]),
+        *(
+            RooflineBound(name, clocks_by_term[term] / chip)
+            for term, name in _RESOURCES.items()
+            if clocks_by_term[term]
+        ),
     ]
     return Roofline(
         flops=flops,
@@ -116,12 +120,14 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [profile for profile in profiles if profile.roofline.flops]
+    with_flops = [profile for profile in profiles if profile.roofline.flops]
     arch = profiles[0].arch
     chip = arch.sms * arch.clock_hz
     peak = 2.0 * max(arch.tensor_rate(p.plan.path) for p in profiles) * chip
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    marks = [p.roofline.intensity for p in shown] + [p.roofline.intensity_l2 for p in shown]
+    marks = [p.roofline.intensity for p in with_flops] + [
+        p.roofline.intensity_l2 for p in with_flops
+    ]
     rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
     corners = [peak / rate for rate in rates.values()]
     span = [min([*corners, *marks]) / 8, 8 * max([*corners, *marks])]
@@ -129,7 +135,7 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
         label = f"{name} {rate / 1e9:,.0f} GB/s"
         axes.plot([span[0], corner], [rate * span[0], peak], label=label)
     axes.axhline(peak, color="black", label=f"tensor cores {peak / 1e12:,.0f} TFLOP/s")
-    for profile in shown:
+    for profile in with_flops:
         line = profile.roofline
         label = f"{profile.kernel}: {line.bound.name}"
         (full,) = axes.plot(line.intensity, line.attainable, "o", label=label)

@@ -126,7 +126,7 @@ def _profiled(
 
 
 def refuse_lists(spec: AttentionSpec) -> None:
-    """Raises InputError for a spec whose calls are computed by those of other specs."""
+    """Raises InputError for a spec whose calls are computed by calls of other specs."""
     if spec.chooses:
         raise InputError(
             "a call in which queries choose their keys is not profiled or predicted",
@@ -180,15 +180,15 @@ def _profiles(
     if spec.is_served and launches:
         forward = builds[0]
         splits = predict_splits(call, forward.analysis.mask, forward.plan)
-    found = []
+    profiles = []
     for counters in launches:
         build = by_name[counters.kernel]
         if spec.is_served:
             prediction = predict_launch_of_splits(build, splits)
         else:
             prediction = predict(call, build, dlse)
-        found.append(profile_of(build, counters, prediction))
-    return tuple(found)
+        profiles.append(profile_of(build, counters, prediction))
+    return tuple(profiles)
 
 
 def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction) -> Profile:
@@ -216,7 +216,7 @@ def profile_of(build: Build, counters: Counters, prediction: LaunchPrediction) -
             "issued",
             "B",
             totals.global_bytes,
-            sum(each or 0 for each in predicted) if complete else None,
+            sum(number or 0 for number in predicted) if complete else None,
         ),
         distinct=Quantity(
             "distinct",
@@ -240,7 +240,7 @@ def _tensors(
     params: Sequence[Param], buffers: Sequence[BufferTraffic], prediction: LaunchPrediction
 ) -> tuple[TensorTraffic, ...]:
     order = [param.name for param in params]
-    found = []
+    traffic = []
     for buffer in buffers:
         # A label lists the indices of the parameters that point into the buffer.
         names = [order[int(label.rpartition(" ")[2])] for label in buffer.label.split(" and ")]
@@ -248,7 +248,7 @@ def _tensors(
         if all(name in prediction.bytes for name in names):
             predicted = sum(prediction.bytes[name] for name in names)
         name = ", ".join(names)
-        found.append(
+        traffic.append(
             TensorTraffic(
                 name,
                 Quantity(name, "B", sum(buffer.issued), predicted),
@@ -257,15 +257,17 @@ def _tensors(
                 buffer.sectors_least,
             )
         )
-    return tuple(sorted(found, key=lambda each: order.index(each.name.partition(",")[0])))
+    return tuple(sorted(traffic, key=lambda tensor: order.index(tensor.name.partition(",")[0])))
 
 
 def _work(
     plan: Plan, totals: Totals, added: int, prediction: LaunchPrediction
 ) -> tuple[Quantity, ...]:
     """Multiply-adds, and the clocks of each term of the plan's cost."""
-    at = clocks(facts(plan.arch), totals, added, plan.path)
+    clocks_by_term = clocks(facts(plan.arch), totals, added, plan.path)
     macs = totals.tensor_multiply_adds
-    found = [Quantity("multiply-adds", "", macs, prediction.multiply_adds)]
-    found += [Quantity(term, "clk", at[term], prediction.clocks.get(term)) for term in TERMS]
-    return tuple(q for q in found if q.counted or q.predicted)
+    quantities = [Quantity("multiply-adds", "", macs, prediction.multiply_adds)]
+    quantities += [
+        Quantity(term, "clk", clocks_by_term[term], prediction.clocks.get(term)) for term in TERMS
+    ]
+    return tuple(q for q in quantities if q.counted or q.predicted)

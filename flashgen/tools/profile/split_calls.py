@@ -39,7 +39,7 @@ class SplitPrediction:
         merge: the duration of the merge; None where the keys are not split.
         scores: elements of S that are computed, whole partial tiles included.
         visited: elements of S in the tiles that are visited.
-        work_tiles: those of the forward kernel.
+        work_tiles: the work tiles of the forward kernel.
         blocks: the blocks of a persistent forward kernel; else None.
     """
 
@@ -53,7 +53,7 @@ class SplitPrediction:
 
     @property
     def seconds(self) -> float:
-        """The duration of all launches, without what it takes to start them."""
+        """The duration of all launches, without the time of their starts."""
         return self.forward.seconds + (self.merge.seconds if self.merge else 0.0)
 
     @property
@@ -62,7 +62,9 @@ class SplitPrediction:
         return 1 / self.forward.quantisation
 
 
-def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPrediction | None:
+def predict_splits(
+    checked_call: KnownCall, mask: MaskAnalysis, plan: Plan
+) -> SplitPrediction | None:
     """The predictions for a call of a variant with split keys, or with a paged cache.
 
     Args:
@@ -74,7 +76,7 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
         tensors, and for masks that read the number of a sequence among sequences of different
         lengths.
     """
-    spec, call, captured = known
+    spec, call, captured = checked_call
     batches: Mapping[int, int] = {call.seq_k: call.batch}  # batch entries by their number of keys
     page_size = 0
     if spec.paged:
@@ -89,13 +91,15 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     early = PARTS_IN_FLIGHT if waits_of_merge(plan.arch, blocks, call.splits) == 1 else 0
     entries: list[tuple[int, list[list[SplitWalk]]]] = []  # of each batch entry the blocks
     for length, batch in batches.items():
-        of_splits = [
-            (_walks(known._replace(problem=part), mask, plan), behind)
+        walks_of_splits = [
+            (_walks(checked_call._replace(problem=part), mask, plan), behind)
             for part, behind in _splits(spec, replace(call, batch=batch), length)
         ]
-        run = len(of_splits) if plan.folds else call.run
-        blocks_of = [of_splits[first : first + run] for first in range(0, len(of_splits), run)]
-        runs = [_walks_of_run(walks, early=place < early) for place, walks in enumerate(blocks_of)]
+        run = len(walks_of_splits) if plan.folds else call.run
+        blocks_of = [
+            walks_of_splits[first : first + run] for first in range(0, len(walks_of_splits), run)
+        ]
+        runs = [_walks_of_run(walks, early=index < early) for index, walks in enumerate(blocks_of)]
         entries.append((batch, runs))
     keys = call.heads_kv * sum(length * batch for length, batch in batches.items())
     traffic = split_traffic(
@@ -122,64 +126,68 @@ def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPre
     if merge is not None:
         sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
         merging = duration_of(merge, [Walk(sizes)], splits=call.splits)
-    every = [walk.of_split for _, runs in entries for walks in runs for walk in walks]
+    all_walks = [walk.of_split for _, runs in entries for walks in runs for walk in walks]
     call = replace(call, splits=1) if plan.folds else call
     grid = plan.grid(*call.sizes, splits=call.splits)
     return SplitPrediction(
         traffic,
         forward,
         merging,
-        sum(computed_scores(plan, walk) for walk in every),
-        sum(forward_traffic(plan, *walk.sizes, walk.visited).scores for walk in every),
+        sum(computed_scores(plan, walk) for walk in all_walks),
+        sum(forward_traffic(plan, *walk.sizes, walk.visited).scores for walk in all_walks),
         math.prod(grid),
         blocks_of_call(plan, call) if plan.is_persistent else None,
     )
 
 
-def _walks(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
+def _walks(checked_call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
     """The walks over the keys of one split."""
-    if known.problem.seq_k == 0:
-        return [Walk(LaunchSizes(*known.problem.sizes))]
-    return list(walks_of(known, mask, plan))
+    if checked_call.problem.seq_k == 0:
+        return [Walk(LaunchSizes(*checked_call.problem.sizes))]
+    return list(walks_of(checked_call, mask, plan))
 
 
 def _walks_of_run(run: Sequence[tuple[list[Walk], int]], *, early: bool) -> list[SplitWalk]:
     """The walks of blocks that have these splits, each with the keys behind it."""
     (first, _), *others = run
     alike = [walks for walks, _ in others if len(walks) == len(first)]
-    found = []
-    for place, (walks, behind) in enumerate(run):
-        for at, walk in enumerate(walks):
-            rest = () if place else tuple(each[at] for each in alike)
-            found.append(SplitWalk(walk, behind, writes=not place, early=early, others=rest))
-    return found
+    split_walks = []
+    for index, (walks, behind) in enumerate(run):
+        for walk_index, walk in enumerate(walks):
+            rest = () if index else tuple(walks_alike[walk_index] for walks_alike in alike)
+            split_walks.append(SplitWalk(walk, behind, writes=not index, early=early, others=rest))
+    return split_walks
 
 
 def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
     """The walks of one launch whose blocks have all of these splits of their rows."""
-    found = [walk.of_split for walk in walks if walk.of_split.sizes.seq_k]
-    if not found:
+    split_walks = [walk.of_split for walk in walks if walk.of_split.sizes.seq_k]
+    if not split_walks:
         return walks[:1]
-    if {walk.sizes.heads_q for walk in found} != {walks[0].of_split.sizes.heads_q}:
+    if {walk.sizes.heads_q for walk in split_walks} != {walks[0].of_split.sizes.heads_q}:
         return walks  # heads with different walks, each of which is one of its own
-    each = [walks_of_head(plan, walk.sizes, walk.visited) for walk in found]
-    visited: list[list[int]] = [[] for _ in each[0]]
+    tiles_of_splits = [walks_of_head(plan, walk.sizes, walk.visited) for walk in split_walks]
+    visited: list[list[int]] = [[] for _ in tiles_of_splits[0]]
     keys = 0
-    for walk, of_split in zip(found, each, strict=True):
+    for walk, tiles_of_split in zip(split_walks, tiles_of_splits, strict=True):
         first = -(-keys // plan.walked_keys)  # each split begins with a tile of its own
-        for tiles, more in zip(visited, of_split, strict=True):
-            tiles += [first + tile for tile in more]
+        for tiles, split_tiles in zip(visited, tiles_of_split, strict=True):
+            tiles += [first + tile for tile in split_tiles]
         keys = first * plan.walked_keys + walk.sizes.seq_k
     steps: list[Counter[StepKind]] | None = None
-    if all(walk.steps is not None for walk in found):
+    if all(walk.steps is not None for walk in split_walks):
         steps = [
-            sum(map(Counter, of), Counter())
-            for of in zip(*(w.steps or () for w in found), strict=True)
+            sum(map(Counter, head_parts), Counter())
+            for head_parts in zip(*(w.steps or () for w in split_walks), strict=True)
         ]
-    restarts = [max(0, sum(map(bool, of)) - 1) for of in zip(*each, strict=True)]
-    sizes = found[0].sizes._replace(seq_k=keys)
+    restarts = [
+        max(0, sum(map(bool, head_parts)) - 1) for head_parts in zip(*tiles_of_splits, strict=True)
+    ]
+    sizes = split_walks[0].sizes._replace(seq_k=keys)
     return [
-        SplitWalk(found[0]._replace(sizes=sizes, visited=visited, steps=steps, restarts=restarts))
+        SplitWalk(
+            split_walks[0]._replace(sizes=sizes, visited=visited, steps=steps, restarts=restarts)
+        )
     ]
 
 
@@ -194,9 +202,9 @@ def _splits(
             scalars[WHOLE[3]] = length
     size = int(scalars[SPLIT]) if spec.split else max(length, 1)
     border = call.k_offset // size * size if spec.split else call.k_offset
-    for place in range(call.splits * call.run):
-        first = min(max(border + place * size - call.k_offset, 0), length)
-        end = min(border + (place + 1) * size - call.k_offset, length)
+    for index in range(call.splits * call.run):
+        first = min(max(border + index * size - call.k_offset, 0), length)
+        end = min(border + (index + 1) * size - call.k_offset, length)
         offset = call.k_offset + first
         part = replace(call, k_offset=offset, seq_k=end - first, scalars=scalars, splits=1)
         yield part, length - end

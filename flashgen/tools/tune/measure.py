@@ -42,16 +42,20 @@ class Measured:
 
 
 def checked(
-    choices: Sequence[TileChoice], spec: AttentionSpec, inputs: Inputs, which: str, **how: str
+    choices: Sequence[TileChoice],
+    spec: AttentionSpec,
+    inputs: Inputs,
+    which: str,
+    **run_options: str,
 ) -> list[Measured]:
     """Runs each choice once and compares it with the float64 oracle by the error rule.
 
     Args:
         inputs: small inputs, because the oracle materialises N x N scores.
         which: as for `flashgen.tools.tune.rank.rank`.
-        how: the backend and the architecture.
+        run_options: the backend and the architecture.
     """
-    call_of = _caller(spec, inputs, which, **how)
+    call_of = _caller(spec, inputs, which, **run_options)
     judge = judge_of(spec, inputs, which)
 
     def why_excluded(choice: TileChoice) -> str:
@@ -59,37 +63,39 @@ def checked(
             run = call_of(choice)()
         except FlashgenError as error:
             return f"{type(error).__name__}: {error.what}"
-        found = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
+        reasons = [f"{name}: {verdict}" for name, verdict in judge(run).items() if not verdict]
         for report in (run.report,) if isinstance(run, ForwardRun) else run.reports:
             if report.kernel is not None:
                 spilled = report.kernel.binary.resources.spill_store_bytes
                 name = report.kernel.source.name
-                found += [f"{name} spills {spilled} B per thread"] if spilled else []
-        return "; ".join(found)
+                reasons += [f"{name} spills {spilled} B per thread"] if spilled else []
+        return "; ".join(reasons)
 
-    return [Measured(each, refused=why_excluded(each)) for each in choices]
+    return [Measured(tile_choice, refused=why_excluded(tile_choice)) for tile_choice in choices]
 
 
-def fastest(candidates: Sequence[Measured], timer: Timer, *of: Any, **how: Any) -> list[Measured]:
+def fastest(
+    candidates: Sequence[Measured], timer: Timer, *call_arguments: Any, **run_options: Any
+) -> list[Measured]:
     """Times the candidates that are not refused, and sorts them by time; refused ones come last.
 
     The candidates alternate, so that a change of the GPU's clock affects all of them.
 
     Args:
-        of, how: as for `checked`, of the inputs that are timed.
+        call_arguments, run_options: as for `checked`, with the inputs that are timed.
     """
-    correct = [each for each in candidates if not each.refused]
-    calls = list(map(_caller(*of, **how), (m.choice for m in correct)))
+    correct = [candidate for candidate in candidates if not candidate.refused]
+    calls = list(map(_caller(*call_arguments, **run_options), (m.choice for m in correct)))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
-        for call, found in zip(calls, times, strict=True):
-            found.append(timer(call))
+        for call, call_times in zip(calls, times, strict=True):
+            call_times.append(timer(call))
     measured = [
-        replace(each, seconds=statistics.median(found))
-        for each, found in zip(correct, times, strict=True)
+        replace(candidate, seconds=statistics.median(call_times))
+        for candidate, call_times in zip(correct, times, strict=True)
     ]
-    refused = [each for each in candidates if each.refused]
-    return [*sorted(measured, key=lambda each: each.seconds or 0.0), *refused]
+    refused = [candidate for candidate in candidates if candidate.refused]
+    return [*sorted(measured, key=lambda candidate: candidate.seconds or 0.0), *refused]
 
 
 def on_gpu(call: Call) -> float:
@@ -106,31 +112,31 @@ def on_gpu(call: Call) -> float:
 
 
 def _caller(
-    spec: AttentionSpec, inputs: Inputs, which: str, **how: Any
+    spec: AttentionSpec, inputs: Inputs, which: str, **run_options: Any
 ) -> Callable[[TileChoice], Callable[[], Run]]:
     """A function from a choice to its call. All passes but the forward one use one result of it."""
-    forward = partial(run_forward, spec, *inputs.operands, **inputs.options | how)
+    forward = partial(run_forward, spec, *inputs.operands, **inputs.options | run_options)
     if which == "forward":
         return lambda choice: partial(forward, tiles=choice.tiles)
-    derivative = derivative_of(spec, inputs, forward(), which, **how)
+    derivative = derivative_of(spec, inputs, forward(), which, **run_options)
     return lambda choice: partial(derivative, tiles=choice.tiles)
 
 
 def derivative_of(
-    spec: AttentionSpec, inputs: Inputs, first: ForwardRun, which: str, **how: Any
+    spec: AttentionSpec, inputs: Inputs, first: ForwardRun, which: str, **run_options: Any
 ) -> Callable[..., BackwardRun | TangentRun]:
     """A function that computes gradients or tangents from the results of a forward call.
 
     Args:
         which: "tangent", "backward", or "deterministic" for a deterministic backward pass.
-        how: options of `run_backward` and `run_tangent` that are no part of the call.
+        run_options: options of `run_backward` and `run_tangent` that are no part of the call.
     """
-    of = spec, *inputs.operands, first.out, first.lse
-    how |= inputs.options
+    arguments = spec, *inputs.operands, first.out, first.lse
+    run_options |= inputs.options
     if which == "tangent":
-        return partial(run_tangent, *of, inputs.tangents, **how)
+        return partial(run_tangent, *arguments, inputs.tangents, **run_options)
     fixed = which == "deterministic"
-    return partial(run_backward, *of, *inputs.gradients, deterministic=fixed, **how)
+    return partial(run_backward, *arguments, *inputs.gradients, deterministic=fixed, **run_options)
 
 
 def judge_of(
@@ -141,28 +147,30 @@ def judge_of(
     Args:
         which: "forward", "tangent", or another pass for the gradients.
     """
-    of = (spec, *inputs.operands)
+    arguments = (spec, *inputs.operands)
     if which == "tangent":
 
         def tangents(run: Any) -> Mapping[str, reference.Verdict]:
-            found = reference.judge_tangents(
-                (run.out, run.lse), *of, inputs.tangents, **inputs.options
+            verdicts = reference.judge_tangents(
+                (run.out, run.lse), *arguments, inputs.tangents, **inputs.options
             )
-            return {f"{name}'s tangent": verdict for name, verdict in found.items()}
+            return {f"{name}'s tangent": verdict for name, verdict in verdicts.items()}
 
         return tangents
     if which != "forward":
 
         def gradients(run: Any) -> Mapping[str, reference.Verdict]:
-            found = (run.dq, run.dk, run.dv, *run.captured)
-            return reference.judge_gradients(found, *of, *inputs.gradients, **inputs.options)
+            computed = (run.dq, run.dk, run.dv, *run.captured)
+            return reference.judge_gradients(
+                computed, *arguments, *inputs.gradients, **inputs.options
+            )
 
         return gradients
-    exact = reference.attention(*of, **inputs.options)
-    same = reference.same_dtype(*of, **inputs.options)
+    exact = reference.attention(*arguments, **inputs.options)
+    same = reference.same_dtype(*arguments, **inputs.options)
 
     def results(run: Any) -> Mapping[str, reference.Verdict]:
-        found = zip(("out", *spec.row_results), (run.out, run.lse), exact, same, strict=False)
-        return {name: reference.compare(*three) for name, *three in found}
+        comparisons = zip(("out", *spec.row_results), (run.out, run.lse), exact, same, strict=False)
+        return {name: reference.compare(*three) for name, *three in comparisons}
 
     return results

@@ -34,7 +34,7 @@ class TileChoice:
     """Tiles for the kernels of a pass.
 
     Attributes:
-        plans: the plans of the kernels in launch order, without those that have no tile.
+        plans: the plans of the kernels with a tile, in launch order.
         seconds: the predicted time of all launches of the pass, those of kernels without a tile
             and the gaps between them included; clocks per score element where the visited tiles are
             not known before the launch (`by_time`); NaN without a prediction.
@@ -76,7 +76,7 @@ def rank(
     """
     spec = call.spec
 
-    def of_kernel(kernel: str) -> list[TileChoice]:
+    def kernel_choices(kernel: str) -> list[TileChoice]:
         plans = feasible(spec, arch, kernel=kernel, sram=sram)
         if not by_time(spec):
             return [TileChoice((plan,), plan.launches * plan.cost) for plan in plans]
@@ -88,13 +88,15 @@ def rank(
         return sorted(choices, key=lambda choice: choice.seconds)
 
     if which in ("forward", "tangent"):
-        return tuple(of_kernel(which))
-    found: list[TileChoice] = []
+        return tuple(kernel_choices(which))
+    all_choices: list[TileChoice] = []
     for kernels in kernels_of(spec, deterministic=which == "deterministic").values():
-        ranked = [of_kernel(kernel) for kernel in kernels]
+        ranked = [kernel_choices(kernel) for kernel in kernels]
         if all(ranked):
-            found += [_with_streaming_kernels(call, each) for each in _combined(ranked)]
-    return tuple(sorted(found, key=lambda choice: choice.seconds))
+            all_choices += [
+                _with_streaming_kernels(call, combination) for combination in _combined(ranked)
+            ]
+    return tuple(sorted(all_choices, key=lambda choice: choice.seconds))
 
 
 def derived(
@@ -115,16 +117,19 @@ def derived(
         plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, sram)),)
     else:
         chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
-        plans = tuple(each for each in chosen.kernels if not each.streams)
-    own = TileChoice(plans, math.nan)
-    return next((each for each in ranked if each.tiles == own.tiles), own)
+        plans = tuple(candidate for candidate in chosen.kernels if not candidate.streams)
+    planners_choice = TileChoice(plans, math.nan)
+    return next(
+        (candidate for candidate in ranked if candidate.tiles == planners_choice.tiles),
+        planners_choice,
+    )
 
 
 def predicted(call: KnownCall, plans: Sequence[Plan]) -> tuple[Duration, ...]:
     """The predicted durations of these plans' launches; () where the tiles are known only then."""
     if not by_time(call.spec):
         return ()
-    return tuple(_predictor(call, each.kernel)(each) for each in plans)
+    return tuple(_predictor(call, planned.kernel)(planned) for planned in plans)
 
 
 def by_time(spec: AttentionSpec) -> bool:
@@ -135,13 +140,13 @@ def by_time(spec: AttentionSpec) -> bool:
 def _combined(ranked: list[list[TileChoice]]) -> list[TileChoice]:
     """Each kernel's best tile, the same with one tile replaced, and the planner's own choice."""
     best = [choices[0] for choices in ranked]
-    found = [_together(best)]
-    for place, choices in enumerate(ranked):
+    combinations = [_together(best)]
+    for index, choices in enumerate(ranked):
         for other in choices[1 : 1 + NEIGHBOURS]:
-            found.append(_together([*best[:place], other, *best[place + 1 :]]))
+            combinations.append(_together([*best[:index], other, *best[index + 1 :]]))
     # The planner compares clocks per score element alone: its tiles are those of least cost.
-    own = _together([min(choices, key=_cost) for choices in ranked])
-    return found if own in found else [*found, own]
+    planners_choice = _together([min(choices, key=_cost) for choices in ranked])
+    return combinations if planners_choice in combinations else [*combinations, planners_choice]
 
 
 def _cost(choice: TileChoice) -> tuple[float, Tile]:
@@ -150,7 +155,7 @@ def _cost(choice: TileChoice) -> tuple[float, Tile]:
 
 def _together(choices: list[TileChoice]) -> TileChoice:
     plans = tuple(plan for choice in choices for plan in choice.plans)
-    durations = tuple(each for choice in choices for each in choice.durations)
+    durations = tuple(duration for choice in choices for duration in choice.durations)
     return TileChoice(plans, sum(choice.seconds for choice in choices), durations)
 
 
@@ -158,10 +163,10 @@ def _with_streaming_kernels(call: KnownCall, choice: TileChoice) -> TileChoice:
     """A choice with the time of the kernels that have no tile, and of the gaps between launches."""
     if not by_time(call.spec):
         return choice
-    of_keys = next(each for each in choice.plans if each.owns_keys)
-    others = streaming_kernels_of(call.spec, of_keys)
+    key_plan = next(planned for planned in choice.plans if planned.owns_keys)
+    others = streaming_kernels_of(call.spec, key_plan)
     walks = [Walk(LaunchSizes(*call.problem.sizes))]
-    seconds = sum(duration_of(each, walks).seconds for each in others)
+    seconds = sum(duration_of(planned, walks).seconds for planned in others)
     seconds += gaps_between([others[0], *choice.plans, *others[1:]])
     return replace(choice, seconds=choice.seconds + seconds)
 

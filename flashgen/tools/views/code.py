@@ -41,7 +41,7 @@ class LinkedText:
     """A text whose lines name lines of the emitted file.
 
     Attributes:
-        title: what it is.
+        title: the kind of text.
         lines: from line 1.
         links: for each line the line of the emitted file that it comes from; 0 for none.
         outer: for each line the line of the kernel at which that code is inlined; 0 for none.
@@ -63,7 +63,7 @@ class Heat:
         cuda: by line of the emitted file, code of inlined functions at their own lines.
         outer: the same, code of inlined functions at the line of the kernel that has them.
         ptx: by line of the PTX.
-        total: of the whole launch, lines without a place included.
+        total: of the whole launch, lines without a location included.
     """
 
     cuda: dict[int, int]
@@ -120,26 +120,26 @@ def code_of(
 
 def heat_of(lines: Sequence[PtxLine], filename: str) -> dict[str, Heat]:
     """The heat maps of all metrics that have a count."""
-    found = {}
+    heats = {}
     for metric in METRICS:
         cuda: Counter[int] = Counter()
         outer: Counter[int] = Counter()
         ptx: Counter[int] = Counter()
-        for each in lines:
-            count = getattr(each, metric)
+        for ptx_line in lines:
+            count = getattr(ptx_line, metric)
             if count:
-                ptx[each.line] += count
-                cuda[_own(each.source, filename)] += count
-                outer[_own(each.outer, filename)] += count
+                ptx[ptx_line.line] += count
+                cuda[_line_in_file(ptx_line.source, filename)] += count
+                outer[_line_in_file(ptx_line.outer, filename)] += count
         total = sum(ptx.values())
         if total or metric == "conflicts":
-            found[metric] = Heat(dict(cuda), dict(outer), dict(ptx), total)
-    return found
+            heats[metric] = Heat(dict(cuda), dict(outer), dict(ptx), total)
+    return heats
 
 
-def _own(place: tuple[str, int], filename: str) -> int:
-    """The line of a place in the emitted file; 0 for code of other files and of none."""
-    return place[1] if place[0] == filename else 0
+def _line_in_file(location: tuple[str, int], filename: str) -> int:
+    """The line of a location in the emitted file; 0 for code of other files and of none."""
+    return location[1] if location[0] == filename else 0
 
 
 def _ptx_text(build: Build, lines: Sequence[PtxLine]) -> LinkedText:
@@ -147,10 +147,10 @@ def _ptx_text(build: Build, lines: Sequence[PtxLine]) -> LinkedText:
     source = build.source
     text = tuple(build.ptx.expandtabs(4).splitlines())
     links, outer = [0] * len(text), [0] * len(text)
-    for each in lines:
-        for line in range(each.line, min(each.last, len(text)) + 1):
-            links[line - 1] = _own(each.source, source.filename)
-            outer[line - 1] = _own(each.outer, source.filename)
+    for ptx_line in lines:
+        for line in range(ptx_line.line, min(ptx_line.last, len(text)) + 1):
+            links[line - 1] = _line_in_file(ptx_line.source, source.filename)
+            outer[line - 1] = _line_in_file(ptx_line.outer, source.filename)
     return LinkedText(f"{source.name}.ptx", text, tuple(links), tuple(outer))
 
 
@@ -166,12 +166,12 @@ def sass_of(build: Build) -> tuple[LinkedText, tuple[tuple[str, int], ...]]:
     listing = disassembled(build.cubin, build.binary.kernel, build.binary.arch, ("-c", "-gi"))
     lines, links, outer = [], [], []
     opcodes: Counter[str] = Counter()
-    for text, own, caller in _sass_lines(listing, build.source.filename):
+    for text, own_line, caller in _sass_lines(listing, build.source.filename):
         match = _INSTRUCTION.match(text)
         if match:
             opcodes[match["opcode"]] += 1
         lines.append(_SPACES.sub("*/ ", text.strip()))
-        links.append(own if match else 0)
+        links.append(own_line if match else 0)
         outer.append(caller if match else 0)
     return (
         LinkedText(title, tuple(lines), tuple(links), tuple(outer)),
@@ -180,7 +180,7 @@ def sass_of(build: Build) -> tuple[LinkedText, tuple[tuple[str, int], ...]]:
 
 
 def _sass_lines(listing: str, filename: str) -> Iterator[tuple[str, int, int]]:
-    """Labels and instructions, each with its own line and with that of the kernel.
+    """Labels and instructions, each with its own line and with the line of the kernel.
 
     A chain of inlined calls is printed as one comment for each function, the innermost first.
     """
@@ -191,8 +191,8 @@ def _sass_lines(listing: str, filename: str) -> Iterator[tuple[str, int, int]]:
         if info:
             chain = chain if in_chain else []
             in_chain = True
-            own = info["file"].replace("\\", "/").rpartition("/")[2] == filename
-            chain.append(int(info["line"]) if own else 0)
+            is_emitted = info["file"].replace("\\", "/").rpartition("/")[2] == filename
+            chain.append(int(info["line"]) if is_emitted else 0)
             continue
         if _INSTRUCTION.match(text):
             in_chain = False

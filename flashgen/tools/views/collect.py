@@ -100,12 +100,12 @@ def _errors(results: CallResults) -> tuple[tuple[ErrorHistogram, ...], str]:
         )
     if not scores:
         return (), "No oracle was computed: a size is 0, and there is no score."
-    found = forward_errors(results.spec, results.inputs, results.forward)
+    histograms = forward_errors(results.spec, results.inputs, results.forward)
     if results.backward is not None:
-        found += backward_errors(results.spec, results.inputs, results.backward)
+        histograms += backward_errors(results.spec, results.inputs, results.backward)
     if results.tangents is not None:
-        found += tangent_errors(results.spec, results.inputs, results.tangents)
-    return found, ""
+        histograms += tangent_errors(results.spec, results.inputs, results.tangents)
+    return histograms, ""
 
 
 # ---- how far results are from the float64 oracle -------------------------------------------------
@@ -115,12 +115,12 @@ def forward_errors(
     spec: AttentionSpec, inputs: Inputs, run: ForwardRun
 ) -> tuple[ErrorHistogram, ...]:
     """The histograms of out, and of lse or the sums of weights."""
-    of: tuple[Any, ...] = (spec, *inputs.operands)
-    exact = reference.attention(*of, **inputs.options)
-    same = reference.same_dtype(*of, **inputs.options)
+    arguments: tuple[Any, ...] = (spec, *inputs.operands)
+    exact = reference.attention(*arguments, **inputs.options)
+    same = reference.same_dtype(*arguments, **inputs.options)
     return tuple(
-        _histogram(name, found, Judged(compare(found, right, ordinary), right, ordinary))
-        for name, found, right, ordinary in zip(
+        _histogram(name, result, Judged(compare(result, right, ordinary), right, ordinary))
+        for name, result, right, ordinary in zip(
             ("out", *spec.row_results), (run.out, run.lse), exact, same, strict=False
         )
     )
@@ -130,11 +130,13 @@ def backward_errors(
     spec: AttentionSpec, inputs: Inputs, run: BackwardRun
 ) -> tuple[ErrorHistogram, ...]:
     """The histograms of dq, dk, dv and the gradients of learned tensors."""
-    found = (run.dq, run.dk, run.dv, *run.captured)
-    judged = judged_gradients(found, spec, *inputs.operands, *inputs.gradients, **inputs.options)
+    gradients = (run.dq, run.dk, run.dv, *run.captured)
+    judged = judged_gradients(
+        gradients, spec, *inputs.operands, *inputs.gradients, **inputs.options
+    )
     return tuple(
-        _histogram(name, tensor, each)
-        for (name, each), tensor in zip(judged.items(), found, strict=True)
+        _histogram(name, tensor, judgement)
+        for (name, judgement), tensor in zip(judged.items(), gradients, strict=True)
     )
 
 
@@ -142,18 +144,21 @@ def tangent_errors(
     spec: AttentionSpec, inputs: Inputs, run: TangentRun
 ) -> tuple[ErrorHistogram, ...]:
     """The histograms of the tangents of out and lse."""
-    found = (run.out, run.lse)
-    judged = judged_tangents(found, spec, *inputs.operands, inputs.tangents, **inputs.options)
+    tangents = (run.out, run.lse)
+    judged = judged_tangents(tangents, spec, *inputs.operands, inputs.tangents, **inputs.options)
     return tuple(
-        _histogram(f"{name}'s tangent", tensor, each)
-        for (name, each), tensor in zip(judged.items(), found, strict=False)
+        _histogram(f"{name}'s tangent", tensor, judgement)
+        for (name, judgement), tensor in zip(judged.items(), tangents, strict=False)
     )
 
 
-def _histogram(name: str, found: Tensor, judged: Judged) -> ErrorHistogram:
+def _histogram(name: str, result: Tensor, judged: Judged) -> ErrorHistogram:
     exact = judged.exact.double()
-    errors, ordinary = (_differences(tensor, exact) for tensor in (found, judged.same))
-    largest = max(float(each.max()) if each.numel() else 0.0 for each in (errors, ordinary))
+    errors, ordinary = (_differences(tensor, exact) for tensor in (result, judged.same))
+    largest = max(
+        float(differences.max()) if differences.numel() else 0.0
+        for differences in (errors, ordinary)
+    )
     top = math.floor(math.log10(largest)) if largest > 0 else -1
     exponents = tuple(range(top - _DECADES + 1, top + 1))
     return ErrorHistogram(
@@ -194,17 +199,17 @@ def with_tile_map(
     if spec.paged or spec.split:
         return replace(pane, tile_map_note="No tile map is made of calls with pages or splits.")
     try:
-        found = _map_of(spec, plan, inputs)
+        tile_map = _map_of(spec, plan, inputs)
     except FlashgenError as error:
         return replace(pane, tile_map_note=f"There is no tile map: {error.what}; {error.numbers}.")
-    if found.tiles > MOST_CELLS:
-        note = f"{found.tiles:,} tiles are too many for the page, which holds {MOST_CELLS:,}."
+    if tile_map.tiles > MOST_CELLS:
+        note = f"{tile_map.tiles:,} tiles are too many for the page, which holds {MOST_CELLS:,}."
         return replace(pane, tile_map_note=f"There is no tile map: {note} A smaller --shape.")
-    scores = sum(int(x.place.queries.length * x.place.keys.length) for x in found.heads)
+    scores = sum(int(x.place.queries.length * x.place.keys.length) for x in tile_map.heads)
     note = ""
     if scores > MAP_SCORES:
         note = f"Single scores are left out: {scores:,}, and the page holds {MAP_SCORES:,}."
-    data = _data(found, spec, profile, whole=scores <= MAP_SCORES)
+    data = _data(tile_map, spec, profile, whole=scores <= MAP_SCORES)
     return replace(pane, tile_map=data, tile_map_note=note)
 
 
@@ -215,16 +220,16 @@ def _map_of(spec: AttentionSpec, plan: Plan, inputs: Inputs) -> TileMap:
     kernel = plan.kernel if plan.owns_keys or plan.kernel == "dq" else "forward"
     captures = {**(options.get("scalars") or {}), **(options.get("tensors") or {})}
     offsets = {name: options.get(name, 0) for name in ("q_offset", "k_offset")}
-    tile = KernelTile.of(plan, kernel, "of this call")
+    tile = KernelTile.from_plan(plan, kernel, "of this call")
     return map_of(
         *call_of(spec, sizes, captures, offsets, arch=plan.arch, tile=tile, kernel=kernel)
     )
 
 
 def _data(
-    found: TileMap, spec: AttentionSpec, profile: Profile, *, whole: bool
+    tile_map: TileMap, spec: AttentionSpec, profile: Profile, *, whole: bool
 ) -> Mapping[str, Any]:
-    drawing = found.drawing()
+    drawing = tile_map.drawing()
     plan = profile.plan
     per_tile = multiply_adds_of(plan, math.prod(plan.units))
     products = profile.work[0]
@@ -235,37 +240,37 @@ def _data(
         return round(multiply_adds / float(per_tile), 2)
 
     return {
-        "tile": list(found.tile),
+        "tile": list(tile_map.tile),
         "packed": spec.packed,
         "owns": "keys" if plan.owns_keys else "queries",
-        "visits": found.tiles - found.counts["empty"],
+        "visits": tile_map.tiles - tile_map.counts["empty"],
         # Warpgroups leave out what their own rows do not reach; a gathered tile may lack boxes.
         "computed": in_tiles(products.predicted),
         "counted": in_tiles(products.counted),
-        "tiles": found.tiles,
-        "kept": found.kept,
+        "tiles": tile_map.tiles,
+        "kept": tile_map.kept,
         "legend": [
             {"code": int(e.code), "style": e.style, "text": e.text, "count": e.count}
             for e in drawing.legend
         ],
         "notes": list(drawing.notes),
-        "heads": [_of_heads(found, each, whole=whole) for each in found.heads],
+        "heads": [_head_data(tile_map, head_tiles, whole=whole) for head_tiles in tile_map.heads],
     }
 
 
-def _of_heads(found: TileMap, each: Any, *, whole: bool) -> dict[str, Any]:
-    rows, columns = each.kinds.shape
+def _head_data(tile_map: TileMap, head_tiles: Any, *, whole: bool) -> dict[str, Any]:
+    rows, columns = head_tiles.kinds.shape
     bits = None
-    if whole and each.kinds.size:
-        b, h = each.pairs[0]
-        kept = found.zoom(0, 0, size=max(rows, columns), batch=b, head=h).elements
-        bits = base64.b64encode(np.packbits(kept).tobytes()).decode()
-    axes = (each.place.queries, each.place.keys)
+    if whole and head_tiles.kinds.size:
+        b, h = head_tiles.pairs[0]
+        elements = tile_map.zoom(0, 0, size=max(rows, columns), batch=b, head=h).elements
+        bits = base64.b64encode(np.packbits(elements).tobytes()).decode()
+    axes = (head_tiles.place.queries, head_tiles.place.keys)
     return {
-        "pairs": [list(pair) for pair in each.pairs],
+        "pairs": [list(pair) for pair in head_tiles.pairs],
         "rows": rows,
         "columns": columns,
-        "kinds": "".join(map(str, each.kinds.ravel().tolist())),
+        "kinds": "".join(map(str, head_tiles.kinds.ravel().tolist())),
         "queries": [axes[0].offset, axes[0].length, axes[0].before],
         "keys": [axes[1].offset, axes[1].length, axes[1].before],
         "scores": bits,

@@ -35,7 +35,7 @@ class LegendEntry:
         code: the number of the kind in the cells of grids.
         style: the name of its colour in SVG.
         mark: its character on terminals.
-        text: what it means.
+        text: the meaning of the kind.
         count: how often it occurs, in words.
     """
 
@@ -86,9 +86,9 @@ class Drawing:
         title, lines: its head.
         grids: at least one grid.
         legend: the kinds of cells.
-        cell: what a cell stands for, in the singular.
+        cell: the thing that a cell shows, in the singular.
         partly: the style and the mark of joined cells of different kinds.
-        notes: what the picture leaves out.
+        notes: sentences on the parts that the picture leaves out.
     """
 
     title: str
@@ -115,7 +115,7 @@ class Drawing:
         return max(map(positions, (e for grid in self.grids for e in (grid.queries, grid.keys))))
 
     def note_on(self, cells: Sequence[Joined], as_what: str) -> tuple[str, ...]:
-        """How cells were joined, and how those of different kinds look; () where none was."""
+        """Sentences on joined cells and on the look of mixed ones; () where none were joined."""
         sizes = sorted({f"{c.rows} x {c.columns}" for c in cells if c.rows * c.columns > 1})
         if not sizes:
             return ()
@@ -130,20 +130,20 @@ def positions(ends: tuple[int, int]) -> int:
     return ends[1] - ends[0] + 1
 
 
-def joined(cells: Array, most: int) -> Joined:
+def join_cells(cells: Array, most: int) -> Joined:
     """The cells, joined until there are at most ``most`` rows and ``most`` columns."""
     rows, columns = (max(1, -(-length // most)) for length in cells.shape)
     if rows == columns == 1:
         return Joined(cells, np.zeros_like(cells), 1, 1)
-    at = [np.arange(0, cells.shape[axis], step) for axis, step in enumerate((rows, columns))]
+    starts = [np.arange(0, cells.shape[axis], step) for axis, step in enumerate((rows, columns))]
 
     def combined(combine: np.ufunc, values: Array) -> Array:
-        return combine.reduceat(combine.reduceat(values, at[0], axis=0), at[1], axis=1)
+        return combine.reduceat(combine.reduceat(values, starts[0], axis=0), starts[1], axis=1)
 
     low, high = combined(np.minimum, cells), combined(np.maximum, cells)
-    some = combined(np.add, (cells != 0).astype(np.int64))
+    counts = combined(np.add, (cells != 0).astype(np.int64))
     sizes = combined(np.add, np.ones(cells.shape, dtype=np.int64))
-    quarters = np.clip(-(-4 * some // sizes), 1, 4)
+    quarters = np.clip(-(-4 * counts // sizes), 1, 4)
     return Joined(low, np.where(low == high, 0, quarters).astype(np.uint8), rows, columns)
 
 
@@ -169,19 +169,21 @@ def text_of(drawing: Drawing) -> str:
     """The drawing as lines of text, grids with at most `_MOST_CELLS` rows and columns."""
     marks = {entry.code: entry.mark for entry in drawing.legend}
     lines = [drawing.title, *drawing.lines]
-    every = []
+    joined_grids = []
     for grid in drawing.grids:
-        found = joined(grid.cells, _MOST_CELLS)
-        every.append(found)
+        joined_cells = join_cells(grid.cells, _MOST_CELLS)
+        joined_grids.append(joined_cells)
         (q, q_end), (k, k_end) = grid.queries, grid.keys
         lines += ["", grid.label] if grid.label else [""]
         lines.append(f"queries {q:,} to {q_end:,} down, keys {k:,} to {k_end:,} across")
-        for codes, shares in zip(found.codes.tolist(), found.shares.tolist(), strict=True):
+        for codes, shares in zip(
+            joined_cells.codes.tolist(), joined_cells.shares.tolist(), strict=True
+        ):
             cells = zip(codes, shares, strict=True)
             lines.append("".join(2 * (drawing.partly[1] if s else marks[c]) for c, s in cells))
     lines.append("")
     width = max(len(entry.text) for entry in drawing.legend)
     lines += [f"{e.mark * 2}  {e.text:<{width}}  {e.count}" for e in drawing.legend]
-    for note in (*drawing.notes, *drawing.note_on(every, f"{2 * drawing.partly[1]}.")):
+    for note in (*drawing.notes, *drawing.note_on(joined_grids, f"{2 * drawing.partly[1]}.")):
         lines += textwrap.wrap(note, _COLUMNS)
     return "\n".join(lines)

@@ -61,16 +61,16 @@ def call_of(
         FlashgenError: as `flashgen.visualize`.
     """
     captures = {name: _on_cpu(value) for name, value in captures.items()}
-    own: dict[str, Any] = {}
+    mask_captures: dict[str, Any] = {}
     if isinstance(mask, AttentionSpec):
         spec, sizes = mask, _sizes_of(shape, captures, mask.packed)
     elif hasattr(mask, "kv_num_blocks"):
         batch, heads, seq_q, seq_k = mask.shape
         sizes = (batch, heads, heads, seq_q, seq_k) if shape is None else sizes_of(shape)
-        spec, own = _of_block_mask(mask, sizes)
+        spec, mask_captures = _block_mask_spec(mask, sizes)
     elif callable(mask):
         sizes = _sizes_of(shape, captures, BOUNDARIES[0] in captures)
-        spec, own = _of_mask_mod(mask, sizes, packed=BOUNDARIES[0] in captures)
+        spec, mask_captures = _mask_mod_spec(mask, sizes, packed=BOUNDARIES[0] in captures)
     else:
         raise InputError(
             "this is nothing with a mask",
@@ -79,8 +79,10 @@ def call_of(
             "or a PyTorch BlockMask",
             way_out="fg.visualize(lambda b, h, q, k: k <= q, (1, 1, 1024))",
         )
-    of_kernel = _kernel_tile(spec, arch, tile, kernel)
-    return spec.name or "mask", _checked(spec, sizes, own | captures, offsets, of_kernel)
+    kernel_tile = _kernel_tile(spec, arch, tile, kernel)
+    return spec.name or "mask", _checked(
+        spec, sizes, mask_captures | captures, offsets, kernel_tile
+    )
 
 
 def _checked(
@@ -95,10 +97,10 @@ def _checked(
     if q_offset is None:
         q_offset = sizes[4] - sizes[3] if spec.paged else 0
     _refuse_pages(spec, captures)
-    unread = {each.name for each in (*spec.scalars, *spec.tensors)}
+    all_names = {capture.name for capture in (*spec.scalars, *spec.tensors)}
     spec = spec.replace(**_NO_SCORES, sink=None, dropout=False, paged=False, kv_dtype=None)
-    wanted = {each.name for each in (*spec.scalars, *spec.tensors)}
-    captures = {name: x for name, x in captures.items() if name not in unread - wanted}
+    read_names = {capture.name for capture in (*spec.scalars, *spec.tensors)}
+    captures = {name: x for name, x in captures.items() if name not in all_names - read_names}
     named = {scalar.name for scalar in spec.scalars}
     scalars = {n: x for n, x in captures.items() if n in named}
     tensors: dict[str, Any] = {n: x for n, x in captures.items() if n not in named}
@@ -117,11 +119,11 @@ def _checked(
     k = row.expand(batch, heads_kv, seq_k, -1)
     v = row.new_empty(spec.head_dim_v or spec.head_dim).expand(batch, heads_kv, seq_k, -1)
     q_offset, k_offset = _on_cpu(q_offset), _on_cpu(k_offset)
-    of_rng: dict[str, Any] = {}
+    random_state: dict[str, Any] = {}
     options = {"scalars": scalars, "q_offset": q_offset, "k_offset": k_offset}
     if signature_of(spec).draws:
         rng = _on_cpu(tensors.pop("rng", torch.zeros(2, dtype=torch.int64)))
-        options["rng"], of_rng = rng, {RANDOM_STATE: state_of(rng, q)}
+        options["rng"], random_state = rng, {RANDOM_STATE: state_of(rng, q)}
     try:
         problem = check(spec, q, k, v, tensors=tensors, **options)
     except InputError as error:
@@ -130,21 +132,21 @@ def _checked(
         raise InputError(
             error.what, where=error.where, numbers=error.numbers, way_out=way_out
         ) from None
-    of_offsets = offset_tensors(q_offset, k_offset)
-    spec = at_offsets(spec, dtypes_of(of_offsets))
-    tensors |= of_offsets | of_rng
+    offset_values = offset_tensors(q_offset, k_offset)
+    spec = at_offsets(spec, dtypes_of(offset_values))
+    tensors |= offset_values | random_state
     check_contents(signature_of(spec), tensors, problem, k)
     mask = analysed(spec, walk_of_kernel(tile.kernel)).mask
     return MaskCall(spec, mask, problem, tensors, tile)
 
 
 def _refuse_pages(spec: AttentionSpec, captures: Mapping[str, Any]) -> None:
-    given = [name for name in (*PAGE_NAMES, *BOUNDARIES) if name in captures]
-    if spec.paged and given:
+    names = [name for name in (*PAGE_NAMES, *BOUNDARIES) if name in captures]
+    if spec.paged and names:
         raise InputError(
             "a tile map of a paged cache shows one length, which is that of its shape",
-            where=f"argument {given[0]}",
-            numbers=f"spec {spec.name} has paged=True; given: {', '.join(given)}",
+            where=f"argument {names[0]}",
+            numbers=f"spec {spec.name} has paged=True; given: {', '.join(names)}",
             way_out="fg.visualize(spec, (1, Hq, Hkv, Nq, Nk)) with the keys of one sequence as Nk",
         )
 
@@ -155,7 +157,7 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _of_mask_mod(
+def _mask_mod_spec(
     mask_mod: Callable[..., Any], sizes: Sizes, *, packed: bool
 ) -> tuple[AttentionSpec, dict[str, Any]]:
     """The spec of a mask_mod of flashgen or of torch, and the values that torch's captures."""
@@ -168,13 +170,13 @@ def _of_mask_mod(
             return AttentionSpec(mask_mod=mask_mod, packed=packed), {}
         except SpecError as error:
             try:
-                return _of_torch(mask_mod, sizes, torch.device("cpu"), packed=packed)
+                return _torch_spec(mask_mod, sizes, torch.device("cpu"), packed=packed)
             except FlashgenError:
                 raise error from None
-    return _of_torch(mask_mod, sizes, tensors[0].device, packed=packed)
+    return _torch_spec(mask_mod, sizes, tensors[0].device, packed=packed)
 
 
-def _of_torch(
+def _torch_spec(
     mask_mod: Callable[..., Any] | None,
     sizes: Sizes,
     device: torch.device,
@@ -183,28 +185,28 @@ def _of_torch(
     block_mask: Any = None,
 ) -> tuple[AttentionSpec, dict[str, Any]]:
     batch, heads_q, _, seq_q, seq_k = sizes
-    reading, found = read(mask_mod, None, CallSizes(batch, heads_q, seq_q, seq_k, device))
-    captures = reading.captures(found, device)
+    traced, call_record = read(mask_mod, None, CallSizes(batch, heads_q, seq_q, seq_k, device))
+    captures = traced.captures(call_record, device)
     lengths, blocks = (batch, heads_q, seq_q, seq_k), None
     if has_blocks(block_mask):
-        blocks = layout_beside_mask(block_mask, reading, found, lengths)
+        blocks = layout_beside_mask(block_mask, traced, call_record, lengths)
     if blocks is not None:
         captures["layout"] = blocks.layout.live
     spec = AttentionSpec(
-        mask_mod=reading.mask,
-        name=reading.name,
+        mask_mod=traced.mask,
+        name=traced.name,
         packed=packed,
         block_sparse=None if blocks is None else blocks.sparse,
     )
     return spec, {name: _on_cpu(value) for name, value in captures.items()}
 
 
-def _of_block_mask(block_mask: Any, sizes: Sizes) -> tuple[AttentionSpec, dict[str, Any]]:
+def _block_mask_spec(block_mask: Any, sizes: Sizes) -> tuple[AttentionSpec, dict[str, Any]]:
     device = block_mask.kv_num_blocks.device
     batch, heads_q, heads_kv, seq_q, seq_k = sizes
     row = torch.empty(1, device=device)
     q, k = row.expand(batch, heads_q, seq_q, 1), row.expand(batch, heads_kv, seq_k, 1)
-    return _of_torch(mask_mod_of(block_mask, q, k), sizes, device, block_mask=block_mask)
+    return _torch_spec(mask_mod_of(block_mask, q, k), sizes, device, block_mask=block_mask)
 
 
 def _sizes_of(shape: Any, captures: Mapping[str, Any], packed: bool) -> Sizes:
@@ -266,17 +268,17 @@ def _kernel_tile(spec: AttentionSpec, arch: str, tile: Any, kernel: str) -> Kern
         chosen = plan(spec, arch)
     else:
         passes = plan_backward(spec, arch, deterministic=kernel != "fused")
-        found = [each for each in passes.kernels if each.kernel == kernel]
-        if not found:
+        plans = [planned for planned in passes.kernels if planned.kernel == kernel]
+        if not plans:
             raise InputError(
                 "the backward pass of this spec does not have this kernel",
                 where="argument kernel",
                 numbers=f"given {kernel!r}; planned for {arch}: "
-                f"{', '.join(each.kernel for each in passes.kernels)}",
+                f"{', '.join(planned.kernel for planned in passes.kernels)}",
                 way_out='kernel="dkdv", or a tile: tile=(64, 64)',
             )
-        (chosen,) = found
-    return KernelTile.of(chosen, kernel, f"planned for {chosen.arch}")
+        (chosen,) = plans
+    return KernelTile.from_plan(chosen, kernel, f"planned for {chosen.arch}")
 
 
 def _checked_tile(tile: Any) -> tuple[int, int]:

@@ -36,20 +36,20 @@ def pane_of(
         title=title,
         build=build,
         code=code,
-        facts=_facts(build),
+        facts=_fact_rows(build),
         figures=tuple(_static_figures(build, code)),
     )
 
 
-def _facts(build: Build) -> tuple[Row, ...]:
+def _fact_rows(build: Build) -> tuple[Row, ...]:
     plan, binary = build.plan, build.binary
     tile = plan.tile_text or "none"
     if plan.heads_per_tile > 1:
         tile += f", shared by {plan.heads_per_tile} query heads"
-    made_of = "" if plan.streams else f": {plan.code_path.instructions}"
+    instructions = "" if plan.streams else f": {plan.code_path.instructions}"
     return (
         ("file", binary.filename),
-        ("architecture", f"{binary.arch}, code path {plan.path}{made_of}"),
+        ("architecture", f"{binary.arch}, code path {plan.path}{instructions}"),
         ("tile", tile),
         ("block", f"{plan.threads} threads, {plan.blocks_per_sm} resident per SM"),
         ("compiler", "; ".join(binary.warnings) or "no warnings"),
@@ -101,16 +101,18 @@ def pane_of_profile(profile: Profile, title: str, spec_file: PythonText | None) 
 def with_duration(pane: KernelPane, duration: Duration, shape: str, note: str) -> KernelPane:
     """The pane with the predicted duration and schedule of a launch of another shape, and with a
     note on it."""
-    figures = tuple(each for each in pane.figures if each.name not in ("duration", QUANTISATION))
-    figures += tuple(_of_duration(duration, shape))
+    figures = tuple(
+        figure for figure in pane.figures if figure.name not in ("duration", QUANTISATION)
+    )
+    figures += tuple(_duration_figures(duration, shape))
     notes = (*pane.notes, note) if note else pane.notes
     return replace(pane, figures=figures, duration=duration, shape=shape, notes=notes)
 
 
-def _of_duration(duration: Duration, shape: str = "") -> Iterator[Figure]:
-    of = f" for {shape}" if shape else ""
-    yield Figure(f"duration{of}", duration.seconds, "s", "predicted")
-    yield Figure(f"{QUANTISATION}{of}", duration.quantisation, "", "predicted")
+def _duration_figures(duration: Duration, shape: str = "") -> Iterator[Figure]:
+    suffix = f" for {shape}" if shape else ""
+    yield Figure(f"duration{suffix}", duration.seconds, "s", "predicted")
+    yield Figure(f"{QUANTISATION}{suffix}", duration.quantisation, "", "predicted")
 
 
 def _counted(profile: Profile) -> Iterator[Figure]:
@@ -129,4 +131,4 @@ def _counted(profile: Profile) -> Iterator[Figure]:
         unit = "row" if profile.plan.streams else "score element"
         yield Figure(f"cost per {unit}", profile.plan.cost, "clk", "predicted")
     if profile.duration is not None:
-        yield from _of_duration(profile.duration)
+        yield from _duration_figures(profile.duration)

@@ -52,14 +52,14 @@ class KernelTile:
     group_rows: int = 0
 
     @staticmethod
-    def of(plan: Plan, kernel: str, origin: str) -> KernelTile:
+    def from_plan(plan: Plan, kernel: str, origin: str) -> KernelTile:
         """The tile of a plan."""
         rows = plan.skipping_rows(bounded=True)
         return KernelTile(*plan.units, plan.owns_keys, kernel, origin, rows)
 
 
 @dataclass(frozen=True)
-class Place:
+class HeadGroup:
     """Batch entries and heads whose tiles are the same, and the axes of these tiles.
 
     Attributes:
@@ -81,11 +81,11 @@ class MaskCall:
     """A mask with the sizes and the values of a call, checked.
 
     Attributes:
-        spec: the spec, without what no mask depends on: score, sink, dropout and pages.
+        spec: the spec, without score, sink, dropout and pages, on which no mask depends.
         mask: the analysis of its mask, for the axis that the kernel walks.
         problem: the checked sizes and scalars.
-        tensors: the captured tensors of the mask, on the CPU, with those of a block layout and
-            with offsets that are tensors.
+        tensors: the captured tensors of the mask and of a block layout, and offsets that are
+            tensors, on the CPU.
         tile: the kernel's tile.
     """
 
@@ -105,8 +105,10 @@ class MaskCall:
     @cached_property
     def _used(self) -> frozenset[sympy.Symbol]:
         mask = self.mask
-        intervals = [each for each in (mask.reach, mask.full) if each is not None]
-        ends = [end for each in intervals for end in (each.lo, each.hi) if end is not None]
+        intervals = [interval for interval in (mask.reach, mask.full) if interval is not None]
+        ends = [
+            end for interval in intervals for end in (interval.lo, interval.hi) if end is not None
+        ]
         parts = (mask.expr, mask.may, mask.must, *ends)
         return frozenset().union(*(part.free_symbols for part in parts))
 
@@ -116,49 +118,51 @@ class MaskCall:
         keys = len(range(*rows.keys.indices(self.problem.seq_k)))
         tile, (q_offset, k_offset) = self.tile, rows.offsets
         group_rows = rows_by_bounds(tile.group_rows, self.mask, self.spec)
-        of_queries = query_axis(self.mask, queries, tile.block_q, q_offset, group_rows)
-        return of_queries, TileAxis(keys, tile.block_k, k_offset)
+        query_tiles = query_axis(self.mask, queries, tile.block_q, q_offset, group_rows)
+        return query_tiles, TileAxis(keys, tile.block_k, k_offset)
 
-    def places(self, batch: int | None, head: int | None) -> Iterator[Place]:
+    def head_groups(self, batch: int | None, head: int | None) -> Iterator[HeadGroup]:
         """The pairs of the call, or those of one batch entry or head, in groups of equal tiles."""
         p, sparse = self.problem, self.spec.block_sparse
         lines = (1, 1)
         if sparse is not None:
-            given = self.tensors.get(LAYOUT)
+            layout = self.tensors.get(LAYOUT)
             by_head = (p.batch, p.heads) if sparse.by_head else (1, 1)
-            lines = by_head if given is None else (given.shape[0], given.shape[1])
+            lines = by_head if layout is None else (layout.shape[0], layout.shape[1])
         by_entry = B in self._used or lines[0] > 1
         by_head_of_call = H in self._used or lines[1] > 1
         heads = range(p.heads_q) if head is None else range(head, head + 1)
         entries = range(p.batch) if batch is None else range(batch, batch + 1)
         entries = entries if heads else range(0)
         for rows in sequences(self.spec, p.batch, self.tensors, (p.q_offset, p.k_offset)):
-            here = [b for b in entries if rows.place is None or rows.place[0] == b]
+            present = [b for b in entries if rows.place is None or rows.place[0] == b]
             count = p.batch if rows.place is None else rows.place[1]
             queries, keys = self.axes_of(rows)
-            for some in [[b] for b in here] if by_entry else [here] if here else []:
+            for entry_group in [[b] for b in present] if by_entry else [present] if present else []:
                 for h in [[h] for h in heads] if by_head_of_call else [list(heads)]:
-                    pairs = tuple((b, each) for b in some for each in h)
-                    yield Place(pairs[0], pairs, count, queries, keys)
+                    pairs = tuple((b, head_number) for b in entry_group for head_number in h)
+                    yield HeadGroup(pairs[0], pairs, count, queries, keys)
 
-    def values(self, place: Place) -> dict[sympy.Symbol, Any]:
-        """The values of the sizes, scalars, tensors, b and h of a place, by symbol."""
-        sizes = place.entries, self.problem.heads_q, place.queries.length, place.keys.length
-        known: dict[Any, Any] = {**numbers_of(self.spec, sizes, dict(self.problem.scalars))}
-        known |= {t.symbol: self.arrays[t.name] for t in self.spec.tensors if t.name in self.arrays}
-        b, h = place.first
-        return {symbol: exact(value) for symbol, value in (known | {B: b, H: h}).items()}
+    def values(self, group: HeadGroup) -> dict[sympy.Symbol, Any]:
+        """The values of the sizes, scalars, tensors, b and h of a group, by symbol."""
+        sizes = group.entries, self.problem.heads_q, group.queries.length, group.keys.length
+        numbers: dict[Any, Any] = {**numbers_of(self.spec, sizes, dict(self.problem.scalars))}
+        numbers |= {
+            t.symbol: self.arrays[t.name] for t in self.spec.tensors if t.name in self.arrays
+        }
+        b, h = group.first
+        return {symbol: exact(value) for symbol, value in (numbers | {B: b, H: h}).items()}
 
-    def live_blocks(self, place: Place) -> Array | None:
+    def live_blocks(self, group: HeadGroup) -> Array | None:
         """Bool [batch or 1, heads or 1, rows, columns] of the block layout; None without one."""
-        queries, keys = place.queries, place.keys
+        queries, keys = group.queries, group.keys
         part: dict[str, Any] = {"seq_q": queries.length, "seq_k": keys.length}
         part |= {"q_offset": queries.offset, "k_offset": keys.offset}
-        of_place = replace(self.problem, batch=place.entries, **part)
-        return live_blocks(KnownCall(self.spec, of_place, self.arrays))
+        group_problem = replace(self.problem, batch=group.entries, **part)
+        return live_blocks(KnownCall(self.spec, group_problem, self.arrays))
 
-    def with_layout(self, place: Place) -> dict[sympy.Symbol, Any]:
+    def with_layout(self, group: HeadGroup) -> dict[sympy.Symbol, Any]:
         """`values` with the live blocks, for the evaluation of ``spec.keep``."""
-        live = self.live_blocks(place)
+        live = self.live_blocks(group)
         extra = {} if live is None else {LAYOUT_TENSORS[0].symbol: live}
-        return {**self.values(place), **extra}
+        return {**self.values(group), **extra}

@@ -49,15 +49,21 @@ class RooflinePlot:
 
 def roofline_plot(profile: Profile) -> RooflinePlot:
     """The roofline of a launch on logarithmic axes."""
-    found, arch = profile.roofline, profile.arch
+    roofline, arch = profile.roofline, profile.arch
     chip = arch.sms * arch.clock_hz
     peak = 2.0 * arch.tensor_rate(profile.plan.path) * chip
     rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
-    intensities = {"HBM bytes": found.intensity, "bytes requested from L2": found.intensity_l2}
-    places = [*(peak / rate for rate in rates.values()), *filter(None, intensities.values())]
-    low, high = math.log10(min(places) / 8), math.log10(max(places) * 8)
+    intensities = {
+        "HBM bytes": roofline.intensity,
+        "bytes requested from L2": roofline.intensity_l2,
+    }
+    intensities_shown = [
+        *(peak / rate for rate in rates.values()),
+        *filter(None, intensities.values()),
+    ]
+    low, high = math.log10(min(intensities_shown) / 8), math.log10(max(intensities_shown) * 8)
     top = math.log10(2 * peak)
-    bottom = min(math.log10(rates["HBM"]) + low, math.log10(found.attainable or peak)) - 0.1
+    bottom = min(math.log10(rates["HBM"]) + low, math.log10(roofline.attainable or peak)) - 0.1
 
     def x(value: float) -> float:
         return LEFT + (math.log10(value) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
@@ -84,9 +90,9 @@ def roofline_plot(profile: Profile) -> RooflinePlot:
         ceiling=y(peak),
         peak=peak,
         marks=tuple(
-            (name, x(value), y(found.attainable))
+            (name, x(value), y(roofline.attainable))
             for name, value in intensities.items()
-            if value and found.attainable
+            if value and roofline.attainable
         ),
     )
 
@@ -95,8 +101,8 @@ def _powers(low: float, high: float) -> list[float]:
     """The powers of ten in a range, and multiples of them where these are few."""
     powers = range(math.floor(low), math.floor(high) + 1)
     factors = (1, 2, 5) if high - low < 2 else (1, 3) if high - low < 3 else (1,)
-    found = [factor * 10.0**power for power in powers for factor in factors]
-    return [value for value in found if low <= math.log10(value) <= high]
+    candidates = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in candidates if low <= math.log10(value) <= high]
 
 
 @dataclass(frozen=True)
@@ -128,14 +134,14 @@ def histogram_plot(errors: ErrorHistogram) -> HistogramPlot:
     step = (WIDTH - LEFT - RIGHT) / len(errors.exponents)
 
     def bars(counts: Sequence[int], shift: float) -> tuple[Bar, ...]:
-        made = []
-        for place, count in enumerate(counts):
+        drawn = []
+        for index, count in enumerate(counts):
             height = room * math.log10(count + 1) / decades
-            left = LEFT + step * (place + shift)
-            made.append(Bar(left, base - height, 0.38 * step, height, count))
-        return tuple(made)
+            left = LEFT + step * (index + shift)
+            drawn.append(Bar(left, base - height, 0.38 * step, height, count))
+        return tuple(drawn)
 
-    labels = [f"1e{each}" for each in errors.exponents]
+    labels = [f"1e{exponent}" for exponent in errors.exponents]
     labels[0] = "less"
     return HistogramPlot(
         found=bars(errors.found, 0.1),
@@ -193,38 +199,41 @@ def schedule_plot(duration: Duration) -> SchedulePlot:
     blocks = list(placed(duration.parts, arch.sms * duration.plan.blocks_per_sm))
     begun = {line.name: line.value for line in duration.lines}.get("begun", 0)
     makespan = max((end for _, _, end, _, _ in blocks), default=0.0)
-    shown, sms = blocks, arch.sms
-    while len(shown) > MOST_TILES and sms > 1:
-        sms = max(1, min(sms - 1, sms * MOST_TILES // len(shown)))
-        shown = [block for block in blocks if block[0] % arch.sms < sms]
+    shown_blocks, sms = blocks, arch.sms
+    while len(shown_blocks) > MOST_TILES and sms > 1:
+        sms = max(1, min(sms - 1, sms * MOST_TILES // len(shown_blocks)))
+        shown_blocks = [block for block in blocks if block[0] % arch.sms < sms]
     # The SM of a slot, and which of its resident blocks it is: SMs get first blocks first.
-    placed_at = [(block[0] % arch.sms, block[0] // arch.sms) for block in shown[:MOST_TILES]]
+    placed_at = [(block[0] % arch.sms, block[0] // arch.sms) for block in shown_blocks[:MOST_TILES]]
     rows = sorted(set(placed_at))
-    place = {row: index for index, row in enumerate(rows)}
+    row_indices = {row: index for index, row in enumerate(rows)}
     row_height = max(3.0, min(14.0, 420 / max(len(rows), 1)))
     gap = 1.0 if row_height >= 5 else 0.0
     scale = (WIDTH - LEFT - RIGHT) / makespan if makespan else 0.0
     tiles = tuple(
         ScheduledTile(
             x=LEFT + start * scale,
-            y=TOP + row_height * place[row],
+            y=TOP + row_height * row_indices[row],
             width=max(0.5, (end - start) * scale - 0.5),
             height=row_height - gap,
             shade=head % SHADES,
             text=f"SM {row[0]}, tile {tile} of head {head}: "
             f"{end - start - begun:,.0f} steps, from {start:,.1f} to {end:,.1f}",
         )
-        for row, (_, start, end, tile, head) in zip(placed_at, shown, strict=False)
+        for row, (_, start, end, tile, head) in zip(placed_at, shown_blocks, strict=False)
     )
-    every = max(1, math.ceil(14 / row_height))
+    label_step = max(1, math.ceil(14 / row_height))
     return SchedulePlot(
         arch=arch,
         height=TOP + row_height * len(rows) + BOTTOM,
         tiles=tiles,
         x=tuple(Tick(LEFT + value * scale, f"{value:,g}") for value in _round_steps(makespan)),
         y=tuple(
-            Tick(TOP + row_height * (place[row] + 0.5), f"SM {row[0]}" + ("'" if row[1] else ""))
-            for row in rows[::every]
+            Tick(
+                TOP + row_height * (row_indices[row] + 0.5),
+                f"SM {row[0]}" + ("'" if row[1] else ""),
+            )
+            for row in rows[::label_step]
         ),
         total=len(blocks),
         makespan=makespan,

@@ -18,7 +18,7 @@ from flashgen.tools.views.drawing import (
     Drawing,
     Grid,
     Joined,
-    joined,
+    join_cells,
     positions,
 )
 
@@ -44,7 +44,7 @@ def png_of(drawing: Drawing) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cells = [joined(grid.cells, _MOST) for grid in drawing.grids]
+    cells = [join_cells(grid.cells, _MOST) for grid in drawing.grids]
     across = min(2, len(cells))
     width, largest = (_WIDTH - (1 + across) * _MARGIN) / across, drawing.largest
     boxes = [
@@ -59,23 +59,25 @@ def png_of(drawing: Drawing) -> bytes:
     figure = Figure((_WIDTH, height), dpi=_DPI, facecolor=PAPER)
     y = height - _MARGIN
 
-    def write(x: float, text: str, **how: Any) -> None:
-        figure.text(x / _WIDTH, y / height, text, fontsize=8, va="top", **how)
+    def write(x: float, text: str, **style: Any) -> None:
+        figure.text(x / _WIDTH, y / height, text, fontsize=8, va="top", **style)
 
     for number, line in enumerate(head):
         write(_MARGIN, line, weight="bold" if number == 0 else "normal")
         y -= _LINE
-    for number, (grid, box, found) in enumerate(zip(drawing.grids, boxes, cells, strict=True)):
+    for number, (grid, box, joined_cells) in enumerate(
+        zip(drawing.grids, boxes, cells, strict=True)
+    ):
         x = _MARGIN + number % across * (width + _MARGIN)
         ends = (f"{name} {a:,} to {b:,}" for name, (a, b) in _axes(grid))
         write(x, "\n".join([grid.label, *ends]))
         bottom = y - 3.2 * _LINE - box[1]
-        place = x / _WIDTH, bottom / height, box[0] / _WIDTH, box[1] / height
-        axes = figure.add_axes(place)
-        axes.imshow(_pixels(drawing, found), aspect="auto", interpolation="nearest")
+        rectangle = x / _WIDTH, bottom / height, box[0] / _WIDTH, box[1] / height
+        axes = figure.add_axes(rectangle)
+        axes.imshow(_pixels(drawing, joined_cells), aspect="auto", interpolation="nearest")
         axes.set_axis_off()
         if number % across == across - 1 or number == len(cells) - 1:
-            y -= max(each[1] for each in rows[number // across]) + 4 * _LINE
+            y -= max(other_box[1] for other_box in rows[number // across]) + 4 * _LINE
     for entry in drawing.legend:
         write(_MARGIN, "\N{BLACK SQUARE}", color=COLOURS[entry.style])
         write(_MARGIN + 0.2, f"{entry.text}\n{entry.count}")
@@ -96,14 +98,14 @@ def _axes(grid: Grid) -> tuple[tuple[str, tuple[int, int]], ...]:
     return ("\N{DOWNWARDS ARROW} queries", grid.queries), ("\N{RIGHTWARDS ARROW} keys", grid.keys)
 
 
-def _pixels(drawing: Drawing, found: Joined) -> Array:
+def _pixels(drawing: Drawing, joined_cells: Joined) -> Array:
     """Floats [rows, columns, 3]: the colour of each cell, fainter where few joined cells count."""
     colours = {entry.code: _rgb(COLOURS[entry.style]) for entry in drawing.legend}
     empty, partly = _rgb(COLOURS["skip"]), _rgb(COLOURS[drawing.partly[0]])
     table = np.array([colours.get(code, empty) for code in range(max(colours) + 1)])
-    strength = np.array([0.0, 0.4, 0.6, 0.8, 1.0])[found.shares][..., None]
+    strength = np.array([0.0, 0.4, 0.6, 0.8, 1.0])[joined_cells.shares][..., None]
     mixed = empty + strength * (partly - empty)
-    return np.where(strength > 0, mixed, table[found.codes])
+    return np.where(strength > 0, mixed, table[joined_cells.codes])
 
 
 def _rgb(colour: str) -> Array:

@@ -25,7 +25,7 @@ class PythonText:
         title: the path of the file, or where the mods are from.
         lines: the text.
         numbers: the number of each line in its file.
-        note: what is missing, and why; "" where nothing is.
+        note: the parts that are missing, and why; "" where nothing is.
     """
 
     title: str
@@ -60,21 +60,21 @@ def python_of(source: Source, whole: PythonText | None) -> tuple[PythonText, tup
     quoted = dict(_quoted(functions))
     if whole is None:
         whole = _quotations(quoted)
-    homes = {}
+    lines_of_mods = {}
     for start, (_, lines) in quoted.items():
-        homes[start] = _reached(whole, start, len(lines))
-    first = min(homes, default=0)
+        lines_of_mods[start] = _reached(whole, start, len(lines))
+    first = min(lines_of_mods, default=0)
     kinds = _kinds(functions)
-    found = []
+    mods = []
     for function in functions:
         reader = _READER.match(function.name)
         if reader:
             python = _naming(whole, reader["tensor"])
         else:
-            python = homes.get(kinds.get(_kind(function.name), first), ())
+            python = lines_of_mods.get(kinds.get(_kind(function.name), first), ())
         if python:
-            found.append(Mod(function.name, tuple(python), function.lines))
-    return whole, tuple(found)
+            mods.append(Mod(function.name, tuple(python), function.lines))
+    return whole, tuple(mods)
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class _Function:
 
 def _functions(source: Source) -> Iterator[_Function]:
     for section in source.spec_section:
-        place = source.text.find(section)
-        if place < 0:
+        start = source.text.find(section)
+        if start < 0:
             continue
-        first = source.text.count("\n", 0, place) + 1
+        first = source.text.count("\n", 0, start) + 1
         text = tuple(section.rstrip("\n").splitlines())
-        names = [m["name"] for m in map(_FUNCTION.match, text) if m]
+        names = [match["name"] for match in map(_FUNCTION.match, text) if match]
         yield _Function(names[-1] if names else "", text, tuple(range(first, first + len(text))))
 
 
@@ -127,12 +127,12 @@ def _kind(name: str) -> str:
 
 def _kinds(functions: Sequence[_Function]) -> dict[str, int]:
     """For the functions of masks and of scores, the first line of the mod."""
-    found: dict[str, int] = {}
+    first_lines: dict[str, int] = {}
     for function in functions:
         match = _QUOTED.match(function.text[0])
         if match:
-            found.setdefault(_kind(function.name), int(match["line"]))
-    return found
+            first_lines.setdefault(_kind(function.name), int(match["line"]))
+    return first_lines
 
 
 def _naming(text: PythonText, name: str) -> tuple[int, ...]:
@@ -143,10 +143,10 @@ def _naming(text: PythonText, name: str) -> tuple[int, ...]:
 
 def _reached(text: PythonText, start: int, count: int) -> tuple[int, ...]:
     """The lines of a mod and of all that it names at the top level of its file."""
-    own = tuple(n for n in text.numbers if start <= n < start + max(count, 1))
+    own_lines = tuple(n for n in text.numbers if start <= n < start + max(count, 1))
     tree = parsed("\n".join(text.lines))
     if not tree.body:  # quoted mods, such as a lambda in the middle of a call
-        return own
+        return own_lines
     spans = {}
     for node in tree.body:
         for name in _defined(node):
@@ -165,14 +165,14 @@ def _reached(text: PythonText, start: int, count: int) -> tuple[int, ...]:
         reached.append(node)
         if node in at_start and not isinstance(node, ast.FunctionDef):
             continue  # a lambda in the call that makes the spec: only its own lines
-        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
         waiting += [spans[name] for name in names if name in spans]
-    found = set(own)
+    numbers = set(own_lines)
     for node in reached:
         if node in at_start and not isinstance(node, ast.FunctionDef):
             continue
-        found |= {text.numbers[n] for n in range(node.lineno - 1, node.end_lineno or 1)}
-    return tuple(sorted(found))
+        numbers |= {text.numbers[n] for n in range(node.lineno - 1, node.end_lineno or 1)}
+    return tuple(sorted(numbers))
 
 
 def _defined(node: ast.stmt) -> Iterator[str]:
@@ -181,4 +181,4 @@ def _defined(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
-            yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+            yield from (leaf.id for leaf in ast.walk(target) if isinstance(leaf, ast.Name))

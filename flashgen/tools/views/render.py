@@ -141,12 +141,14 @@ def _named(plan: Plan) -> list[tuple[str, str]]:
 
 def _packed(page: Page) -> str:
     """The texts, links, heat maps and tile maps of all kernels: JSON, deflated, in base64."""
-    sides = [[_of_kernel(pane.code, pane.tile_map) for pane in side.kernels] for side in page.sides]
+    sides = [
+        [_kernel_data(pane.code, pane.tile_map) for pane in side.kernels] for side in page.sides
+    ]
     text = json.dumps({"sides": sides, "metrics": METRICS}, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _of_kernel(code: KernelCode, tile_map: Any) -> dict[str, Any]:
+def _kernel_data(code: KernelCode, tile_map: Any) -> dict[str, Any]:
     texts = {"python": code.python, "cuda": code.cuda, "ptx": code.ptx, "sass": code.sass}
     return {
         "texts": {name: vars(text) for name, text in texts.items()},
@@ -195,29 +197,38 @@ class Compared:
 
 def compared(first: Side, second: Side) -> tuple[Compared, ...]:
     """The figures of all kernels of either side, kernels of one role in one table."""
-    found = []
-    one, two = ({pane.title: pane.figures for pane in side.kernels} for side in (first, second))
-    for title in dict.fromkeys([*one, *two]):
-        rows = _rows(one.get(title, ()), two.get(title, ()))
-        found.append(Compared(title, tuple(rows)))
-    ours, theirs = (
-        [Figure(f"largest error of {each.name}", each.verdict.max_error) for each in side.errors]
+    tables = []
+    first_panes, second_panes = (
+        {pane.title: pane.figures for pane in side.kernels} for side in (first, second)
+    )
+    for title in dict.fromkeys([*first_panes, *second_panes]):
+        rows = _rows(first_panes.get(title, ()), second_panes.get(title, ()))
+        tables.append(Compared(title, tuple(rows)))
+    first_figures, second_figures = (
+        [
+            Figure(f"largest error of {errors.name}", errors.verdict.max_error)
+            for errors in side.errors
+        ]
         for side in (first, second)
     )
-    results = tuple(_rows(ours, theirs))
-    return (*found, Compared("results", results)) if results else tuple(found)
+    results = tuple(_rows(first_figures, second_figures))
+    return (*tables, Compared("results", results)) if results else tuple(tables)
 
 
-def _rows(ours: Sequence[Figure], theirs: Sequence[Figure]) -> Iterator[Difference]:
-    at, other = ({each.name: each for each in figures} for figures in (ours, theirs))
-    for name in dict.fromkeys([*at, *other]):
-        one, two = at.get(name), other.get(name)
-        known = one or two
-        assert known is not None, "the name is of one of them"
+def _rows(
+    first_figures: Sequence[Figure], second_figures: Sequence[Figure]
+) -> Iterator[Difference]:
+    by_name, others_by_name = (
+        {figure.name: figure for figure in figures} for figures in (first_figures, second_figures)
+    )
+    for name in dict.fromkeys([*by_name, *others_by_name]):
+        first, second = by_name.get(name), others_by_name.get(name)
+        present = first or second
+        assert present is not None, "the name is of one of them"
         yield Difference(
             name,
-            known.unit,
-            known.origin,
-            None if one is None else one.value,
-            None if two is None else two.value,
+            present.unit,
+            present.origin,
+            None if first is None else first.value,
+            None if second is None else second.value,
         )

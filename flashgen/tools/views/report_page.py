@@ -36,12 +36,12 @@ def page_of(report: Report) -> Page:
     min/max tables, the kernel, and the merge of split keys."""
     launches = [
         launch
-        for each in (report, *report.others)
-        for launch in (*each.tables, each, *([] if each.merge is None else [each.merge]))
+        for part in (report, *report.others)
+        for launch in (*part.tables, part, *([] if part.merge is None else [part.merge]))
     ]
     panes: list[KernelPane] = []
-    for each in launches:
-        panes += _panes(each, [pane.title for pane in panes])
+    for launch in launches:
+        panes += _panes(launch, [pane.title for pane in panes])
     name = next((pane.name for pane in panes if pane.title == "forward"), "a call")
     call = [("backend", report.backend), ("architecture", f"{report.arch}: {report.arch_reason}")]
     if report.kernel is None:
@@ -55,7 +55,7 @@ def page_of(report: Report) -> Page:
     return Page(f"flashgen report: {side.title}", (side,))
 
 
-def _panes(report: Report, taken: list[str]) -> Iterator[KernelPane]:
+def _panes(report: Report, titles: list[str]) -> Iterator[KernelPane]:
     build, counters = report.kernel, report.counters
     if build is None:
         return
@@ -63,7 +63,7 @@ def _panes(report: Report, taken: list[str]) -> Iterator[KernelPane]:
     if counters is not None:
         counted = ptx_lines(emulator.load(build.ptx, build.source.name), counters)
     role = build.plan.kernel
-    title = role if role not in taken else f"{role} ({taken.count(role) + 1})"
+    title = role if role not in titles else f"{role} ({titles.count(role) + 1})"
     pane = pane_of(build, title, counted)
     figures = pane.figures
     if counters is not None:
@@ -82,11 +82,11 @@ def _panes(report: Report, taken: list[str]) -> Iterator[KernelPane]:
 
 def versions() -> tuple[tuple[str, str], ...]:
     """The names and versions, "missing" for what is not installed; nothing is imported for it."""
-    found = [("flashgen", __version__), ("templates", template_digest())]
-    found.append(("Python", platform.python_version()))
-    found += [(name, version_of(name) or "missing") for name in _PACKAGES]
+    rows = [("flashgen", __version__), ("templates", template_digest())]
+    rows.append(("Python", platform.python_version()))
+    rows += [(name, version_of(name) or "missing") for name in _PACKAGES]
     try:
         compiler = nvrtc.version()
     except CompileError:
         compiler = "missing"
-    return (*found, ("NVRTC", compiler))
+    return (*rows, ("NVRTC", compiler))

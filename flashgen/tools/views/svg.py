@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from flashgen.kernels.codegen.text import printable
-from flashgen.tools.views.drawing import COLOURS, Array, Drawing, Joined, joined, positions
+from flashgen.tools.views.drawing import COLOURS, Array, Drawing, Joined, join_cells, positions
 
 MOST_CELLS = 1 << 16
 """The cells of all grids together. A cell takes at most about 15 B."""
@@ -50,7 +50,7 @@ def svg_of(drawing: Drawing, *, compact: bool = False) -> str:
         compact: the cells alone, in a square, without text.
     """
     most = max(8, math.isqrt(MOST_CELLS // len(drawing.grids)))
-    cells = [joined(grid.cells, most) for grid in drawing.grids]
+    cells = [join_cells(grid.cells, most) for grid in drawing.grids]
     notes = (*drawing.notes, *drawing.note_on(cells, drawing.fainter))
     if compact:
         return _element(drawing, notes, _thumbnail(drawing, cells), (_THUMBNAIL, _THUMBNAIL))
@@ -82,7 +82,7 @@ def element(title: str, words: str, parts: Sequence[str], size: tuple[int, int])
     """An SVG element in the style of all pictures, of this width and height.
 
     Args:
-        words: a description for those who do not see it.
+        words: a description for readers who do not see it.
     """
     width, height = size
     return (
@@ -105,7 +105,7 @@ def _grids(drawing: Drawing, cells: list[Joined], top: int, parts: list[str]) ->
     """Appends the grids, in lines of as many as fit; returns the y of their end."""
     scale = (_LARGE if len(drawing.grids) == 1 else _SMALL) / drawing.largest
     x, y, below = 0, top, top
-    for grid, found in zip(drawing.grids, cells, strict=True):
+    for grid, joined_cells in zip(drawing.grids, cells, strict=True):
         width, height = (max(_LEAST, positions(e) * scale) for e in (grid.keys, grid.queries))
         (q, q_end), (k, k_end) = grid.queries, grid.keys
         keys = f"keys {k:,} to {k_end:,} \N{RIGHTWARDS ARROW}"
@@ -116,10 +116,10 @@ def _grids(drawing: Drawing, cells: list[Joined], top: int, parts: list[str]) ->
         parts.append(f'<g transform="translate({x} {y})">{text_at(_LEFT, 0, grid.label)}')
         parts.append(text_at(_LEFT, 16, keys, "soft"))
         if height > _LETTER * len(queries):
-            at = f"translate(14 {_HEAD}) rotate(90)"
-            parts.append(f'<g transform="{at}">{text_at(0, 0, queries, "soft")}</g>')
+            transform = f"translate(14 {_HEAD}) rotate(90)"
+            parts.append(f'<g transform="{transform}">{text_at(0, 0, queries, "soft")}</g>')
         box = _LEFT, _HEAD, round(width), round(height)
-        parts.append(f"{_cells(drawing, found, box)}</g>")
+        parts.append(f"{_cells(drawing, joined_cells, box)}</g>")
         x += needed
         below = max(below, y + _HEAD + box[3])
     return below + _GAP
@@ -132,27 +132,29 @@ def _thumbnail(drawing: Drawing, cells: list[Joined]) -> list[str]:
     top = (_THUMBNAIL - -(-len(cells) // across) * (size + 4) + 4) // 2
     return [
         _cells(
-            drawing, found, (i % across * (size + 4), top + i // across * (size + 4), size, size)
+            drawing,
+            joined_cells,
+            (i % across * (size + 4), top + i // across * (size + 4), size, size),
         )
-        for i, found in enumerate(cells)
+        for i, joined_cells in enumerate(cells)
     ]
 
 
-def _cells(drawing: Drawing, found: Joined, box: tuple[int, int, int, int]) -> str:
+def _cells(drawing: Drawing, joined_cells: Joined, box: tuple[int, int, int, int]) -> str:
     """The cells of a grid in a box: x, y, width and height."""
     x, y, width, height = box
-    rows, columns = found.codes.shape
+    rows, columns = joined_cells.codes.shape
     scale = f"{width / columns:.6g} {height / rows:.6g}"
     parts = [f'<g transform="translate({x} {y}) scale({scale})">']
     parts.append(
         f'<rect class="skip" width="{columns}" height="{rows}" shape-rendering="crispEdges"/>'
     )
     styles = {entry.code: entry.style for entry in drawing.legend}
-    for code in sorted({int(c) for c in np.unique(found.codes)} - {0}):
-        parts.append(_path((found.codes == code) & (found.shares == 0), styles[code]))
+    for code in sorted({int(c) for c in np.unique(joined_cells.codes)} - {0}):
+        parts.append(_path((joined_cells.codes == code) & (joined_cells.shares == 0), styles[code]))
     for share in (1, 2, 3, 4):
         opacity = f' opacity="{0.2 + 0.2 * share:.1f}"'
-        parts.append(_path(found.shares == share, drawing.partly[0], opacity))
+        parts.append(_path(joined_cells.shares == share, drawing.partly[0], opacity))
     if min(width / columns, height / rows) >= 5:
         across = "".join(f"M0 {i}h{columns}" for i in range(1, rows))
         down = "".join(f"M{j} 0v{rows}" for j in range(1, columns))

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashgen.shared.errors import InputError
 from flashgen.tools.views.drawing import Array, Drawing, Grid, LegendEntry, percent, ranges
-from flashgen.tools.views.mask_call import MaskCall, Pair, Place
+from flashgen.tools.views.mask_call import HeadGroup, MaskCall, Pair
 from flashgen.tools.views.shown import Shown
 from flashgen.tools.views.tile_kinds import Kind, elements_of
 
@@ -58,8 +58,8 @@ class ElementMap(Shown):
     def drawing(self) -> Drawing:
         """What the picture shows."""
         cells = self.elements.astype(np.uint8)
-        kept, total = int(cells.sum()), cells.size
-        shares = [f"{n:,} ({percent(n, total)})" for n in (total - kept, kept)]
+        kept_scores, total = int(cells.sum()), cells.size
+        shares = [f"{n:,} ({percent(n, total)})" for n in (total - kept_scores, kept_scores)]
         return Drawing(
             title=self.title,
             lines=(f"{cells.shape[0]:,} queries x {cells.shape[1]:,} keys, score by score",),
@@ -87,7 +87,7 @@ class HeadTiles:
     pairs: tuple[Pair, ...]
     kinds: Array
     kept: int | None
-    place: Place = field(repr=False)
+    place: HeadGroup = field(repr=False)
 
     @property
     def classes(self) -> Array:
@@ -129,15 +129,17 @@ class TileMap(Shown):
     @property
     def tiles(self) -> int:
         """The number of tiles of all pairs."""
-        return sum(len(each.pairs) * each.kinds.size for each in self.heads)
+        return sum(len(head_tiles.pairs) * head_tiles.kinds.size for head_tiles in self.heads)
 
     @property
     def kinds(self) -> dict[Kind, int]:
         """The number of tiles of each kind, of all pairs."""
-        found = np.zeros(len(Kind), dtype=np.int64)
-        for each in self.heads:
-            found += len(each.pairs) * np.bincount(each.kinds.ravel(), minlength=len(Kind))
-        return {kind: int(found[kind]) for kind in Kind}
+        counts = np.zeros(len(Kind), dtype=np.int64)
+        for head_tiles in self.heads:
+            counts += len(head_tiles.pairs) * np.bincount(
+                head_tiles.kinds.ravel(), minlength=len(Kind)
+            )
+        return {kind: int(counts[kind]) for kind in Kind}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -146,13 +148,19 @@ class TileMap(Shown):
         The last are "full". Tiles of all pairs are counted.
         """
         kinds = self.kinds
-        return {name: sum(kinds[kind] for kind in some) for name, some in _BY_KERNEL.items()}
+        return {
+            name: sum(kinds[kind] for kind in kinds_of_class)
+            for name, kinds_of_class in _BY_KERNEL.items()
+        }
 
     @property
     def exact_counts(self) -> dict[str, int]:
         """The number of tiles of which the mask keeps no score, some and all, of all pairs."""
         kinds = self.kinds
-        return {name: sum(kinds[kind] for kind in some) for name, some in _EXACT.items()}
+        return {
+            name: sum(kinds[kind] for kind in kinds_of_class)
+            for name, kinds_of_class in _EXACT.items()
+        }
 
     @property
     def exact(self) -> bool:
@@ -167,11 +175,13 @@ class TileMap(Shown):
     @property
     def kept(self) -> float | None:
         """The share of scores that the mask keeps, from 0 to 1; None where it was not counted."""
-        counted = [(len(each.pairs), each.kept, each.place) for each in self.heads]
-        if any(kept is None for _, kept, _ in counted):
+        counted = [
+            (len(head_tiles.pairs), head_tiles.kept, head_tiles.place) for head_tiles in self.heads
+        ]
+        if any(kept_scores is None for _, kept_scores, _ in counted):
             return None
-        scores = sum(n * place.queries.length * place.keys.length for n, _, place in counted)
-        return sum(n * (kept or 0) for n, kept, _ in counted) / scores
+        scores = sum(n * group.queries.length * group.keys.length for n, _, group in counted)
+        return sum(n * (kept_scores or 0) for n, kept_scores, _ in counted) / scores
 
     def of(self, batch: int = 0, head: int = 0) -> HeadTiles:
         """The tiles of one batch entry (or packed sequence) and query head.
@@ -179,14 +189,14 @@ class TileMap(Shown):
         Raises:
             InputError: the map does not have this pair.
         """
-        for each in self.heads:
-            if (batch, head) in each.pairs:
-                return each
+        for head_tiles in self.heads:
+            if (batch, head) in head_tiles.pairs:
+                return head_tiles
         raise InputError(
             "the tile map does not have this batch entry and head",
             where="arguments batch and head",
             numbers=f"batch {batch!r}, head {head!r}; it has "
-            f"{pairs_in_words([pair for each in self.heads for pair in each.pairs])}",
+            f"{pairs_in_words([pair for head_tiles in self.heads for pair in head_tiles.pairs])}",
             way_out=f"fg.visualize(..., batch={batch}, head={head})",
         )
 
@@ -222,8 +232,8 @@ class TileMap(Shown):
         Raises:
             InputError: the map does not have the tile, or the pair, or there are too many scores.
         """
-        here = self.of(batch, head)
-        rows, columns = here.kinds.shape
+        head_tiles = self.of(batch, head)
+        rows, columns = head_tiles.kinds.shape
         numbers = all(isinstance(n, int) for n in (row, column, size))
         if not (numbers and 0 <= row < rows and 0 <= column < columns and size > 0):
             raise InputError(
@@ -232,8 +242,8 @@ class TileMap(Shown):
                 numbers=f"row {row!r} of {rows:,}, column {column!r} of {columns:,}, size {size!r}",
                 way_out="zoom(0, 0) for the first tile",
             )
-        axes, places = (here.place.queries, here.place.keys), (row, column)
-        queries, keys = (axis.positions(i, size) for i, axis in zip(places, axes, strict=True))
+        axes, first_tiles = (head_tiles.place.queries, head_tiles.place.keys), (row, column)
+        queries, keys = (axis.positions(i, size) for i, axis in zip(first_tiles, axes, strict=True))
         if len(queries) * len(keys) > _MOST_ELEMENTS:
             raise InputError(
                 "these are too many scores to show one by one",
@@ -241,14 +251,14 @@ class TileMap(Shown):
                 numbers=f"{len(queries):,} x {len(keys):,}; at most {_MOST_ELEMENTS:,}",
                 way_out="zoom(..., size=1)",
             )
-        one = Place((batch, head), ((batch, head),), here.place.entries, *axes)
-        found = elements_of(self._call, one, queries, keys)
+        group = HeadGroup((batch, head), ((batch, head),), head_tiles.place.entries, *axes)
+        elements = elements_of(self._call, group, queries, keys)
         ends = [
             (part[0] + axis.offset, part[-1] + axis.offset)
             for part, axis in zip((queries, keys), axes, strict=True)
         ]
-        several = f" to ({row + size - 1}, {column + size - 1})" if size > 1 else ""
-        return ElementMap(f"{self.name}, tile ({row}, {column}){several}", found, *ends)
+        end_text = f" to ({row + size - 1}, {column + size - 1})" if size > 1 else ""
+        return ElementMap(f"{self.name}, tile ({row}, {column}){end_text}", elements, *ends)
 
     def drawing(self) -> Drawing:
         """What the picture shows."""
@@ -262,7 +272,7 @@ class TileMap(Shown):
         p = call.problem
         lengths = f"{p.seq_q:,} queries x {p.seq_k:,} keys"
         tile = f"tiles of {self.tile[0]} x {self.tile[1]} ({call.tile.origin})"
-        kept = f"; the mask keeps {100 * self.kept:.1f} % of the scores" if self.kept else ""
+        share = f"; the mask keeps {100 * self.kept:.1f} % of the scores" if self.kept else ""
         visited = percent(total - self.kinds[Kind.SKIPPED], total)
         notes = list(self._notes)
         if len(self.heads) > MOST_GRIDS:
@@ -274,53 +284,55 @@ class TileMap(Shown):
             title=self.name,
             lines=(
                 f"{lengths}, {tile}",
-                f"the {call.tile.kernel} kernel visits {visited} of the tiles{kept}",
+                f"the {call.tile.kernel} kernel visits {visited} of the tiles{share}",
             ),
-            grids=tuple(self._grid(each) for each in self.heads[:MOST_GRIDS]),
+            grids=tuple(self._grid(head_tiles) for head_tiles in self.heads[:MOST_GRIDS]),
             legend=tuple(legend),
             cell="tile",
             partly=("mixed", "▒"),
             notes=tuple(notes),
         )
 
-    def _grid(self, each: HeadTiles) -> Grid:
-        p, queries, keys = self._call.problem, each.place.queries, each.place.keys
+    def _grid(self, head_tiles: HeadTiles) -> Grid:
+        p, queries, keys = self._call.problem, head_tiles.place.queries, head_tiles.place.keys
         label = ""
         if p.batch * p.heads_q > 1:
-            label = pairs_in_words(each.pairs, (p.batch, p.heads_q), packed=self._call.spec.packed)
+            label = pairs_in_words(
+                head_tiles.pairs, (p.batch, p.heads_q), packed=self._call.spec.packed
+            )
         return Grid(
             label,
-            each.kinds,
+            head_tiles.kinds,
             (queries.offset, queries.offset + queries.length - 1),
             (keys.offset, keys.offset + keys.length - 1),
         )
 
 
 def pairs_in_words(
-    pairs: Iterable[Pair], every: tuple[int, int] | None = None, *, packed: bool = False
+    pairs: Iterable[Pair], call_sizes: tuple[int, int] | None = None, *, packed: bool = False
 ) -> str:
     """Pairs of a batch entry and a head in words, as in "batch 0, heads 0 to 3".
 
     Args:
-        every: the batch entries and heads of the call; where the pairs have all of them, they are
-            not enumerated.
+        call_sizes: the batch entries and heads of the call; pairs that are all of them are not
+            enumerated.
         packed: whether batch entries are packed sequences.
     """
-    here = sorted(set(pairs))
-    batches, heads = (sorted({pair[i] for pair in here}) for i in (0, 1))
-    one, several = ("sequence", "sequences") if packed else ("batch", "batch entries")
-    if len(here) == len(batches) * len(heads):
-        b = f"{one} {ranges(batches)}"
+    ordered = sorted(set(pairs))
+    batches, heads = (sorted({pair[i] for pair in ordered}) for i in (0, 1))
+    entry, entries = ("sequence", "sequences") if packed else ("batch", "batch entries")
+    if len(ordered) == len(batches) * len(heads):
+        b = f"{entry} {ranges(batches)}"
         h = f"{'head' if len(heads) == 1 else 'heads'} {ranges(heads)}"
-        if every is None:
+        if call_sizes is None:
             return f"{b}, {h}"
-        if (len(batches), len(heads)) == every:
-            return f"all {several} and heads"
-        if len(batches) == every[0]:
+        if (len(batches), len(heads)) == call_sizes:
+            return f"all {entries} and heads"
+        if len(batches) == call_sizes[0]:
             return h
-        return b if len(heads) == every[1] else f"{b}, {h}"
+        return b if len(heads) == call_sizes[1] else f"{b}, {h}"
     parts = [
-        pairs_in_words(list(some), packed=packed)
-        for _, some in itertools.groupby(here, key=lambda pair: pair[0])
+        pairs_in_words(list(entry_pairs), packed=packed)
+        for _, entry_pairs in itertools.groupby(ordered, key=lambda pair: pair[0])
     ]
-    return "; ".join(parts if len(parts) < 3 else [parts[0], f"... ({len(here):,} pairs)"])
+    return "; ".join(parts if len(parts) < 3 else [parts[0], f"... ({len(ordered):,} pairs)"])

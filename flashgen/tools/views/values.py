@@ -80,7 +80,7 @@ class SmemRegion:
     """A range of dynamic shared memory.
 
     Attributes:
-        title: what it holds, as a person names it: "K", "dS", "mbarriers".
+        title: the contents in words: "K", "dS", "mbarriers".
         offset, size: bytes.
     """
 
@@ -95,7 +95,7 @@ def smem_map(plan: Plan) -> tuple[SmemRegion, ...]:
     They cover all of `smem_bytes`; () for a kernel that has none. When its main loop is done,
     the forward kernel of the path sm_80 stages O over Q, K and V.
     """
-    found, end = [], 0
+    regions, end = [], 0
     gradient = CONVERT_KERNELS.get(plan.kernel)
     only = f"a tile of d{gradient[1].upper()}" if gradient else "other"
     for name, size in plan.smem.parts or ((only, plan.smem_bytes),):
@@ -103,15 +103,15 @@ def smem_map(plan: Plan) -> tuple[SmemRegion, ...]:
         if plan.one_tensor and name == "smem_k":
             title = "K and V"
         if plan.exchanges:
-            more = {"smem_k": "panels of K and V", "smem_rows": "maxima and sums of warps"}
-            title = more.get(name, title)
+            other_titles = {"smem_k": "panels of K and V", "smem_rows": "maxima and sums of warps"}
+            title = other_titles.get(name, title)
         buffers = {"smem_k": plan.stages, "smem_v": plan.stages_v}.get(name, 1)
         if plan.kernel == "forward" and buffers > 1:
             title += f" ({buffers} buffers)"
         if size:
-            found.append(SmemRegion(title, end, size))
+            regions.append(SmemRegion(title, end, size))
         end += size
-    return tuple(found)
+    return tuple(regions)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class KernelPane:
         shape: the shape of that launch, where it is not the one that was executed; else "".
         tile_map: the tile map as data for the page; None without one.
         tile_map_note: why there is no tile map, or what it leaves out.
-        notes: what is missing here, and why.
+        notes: the parts that are missing here, and why.
     """
 
     title: str
@@ -166,7 +166,7 @@ class Side:
         title: what tells the sides of a comparison apart.
         call: the call in rows: spec, shape, captured tensors, backend.
         errors: the histogram of each result; () where no oracle was computed.
-        versions: the versions of what made the report.
+        versions: the versions of flashgen, Python, packages and NVRTC.
     """
 
     title: str

@@ -70,9 +70,9 @@ def visualize(
         SpecError: the mask_mod cannot be traced.
         PlanError: the architecture is unknown, or no tile fits it.
     """
-    given = _captures(captures, named)
+    values = _captures(captures, named)
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
-    name, call = call_of(mask, shape, given, offsets, arch=arch, tile=tile, kernel=kernel)
+    name, call = call_of(mask, shape, values, offsets, arch=arch, tile=tile, kernel=kernel)
     _check_pair(call, batch, head)
     return map_of(name, call, batch, head)
 
@@ -86,22 +86,22 @@ def map_of(name: str, call: MaskCall, batch: int | None = None, head: int | None
     heads: dict[tuple[Any, ...], HeadTiles] = {}
     pairs = done = tiles = 0
     budget = ELEMENTS
-    for place in call.places(batch, head):
-        pairs += len(place.pairs)
-        if not (place.queries.length and place.keys.length):
+    for group in call.head_groups(batch, head):
+        pairs += len(group.pairs)
+        if not (group.queries.length and group.keys.length):
             continue
-        size = len(place.queries.corners()[0]) * len(place.keys.corners()[0])
+        size = len(group.queries.corners()[0]) * len(group.keys.corners()[0])
         _check_tiles(call, size)
         if done >= MOST_PAIRS or (heads and tiles + size > MOST_TILES):
             continue
-        found = classify(call, place, budget)
-        budget -= found.evaluated
+        classified = classify(call, group, budget)
+        budget -= classified.evaluated
         tiles += size
         done += 1
-        key = place.queries, place.keys, found.kinds.tobytes(), found.kept
-        known = heads.get(key)
-        every = place.pairs if known is None else known.pairs + place.pairs
-        heads[key] = HeadTiles(every, found.kinds, found.kept, place)
+        key = group.queries, group.keys, classified.kinds.tobytes(), classified.kept_scores
+        earlier = heads.get(key)
+        all_pairs = group.pairs if earlier is None else earlier.pairs + group.pairs
+        heads[key] = HeadTiles(all_pairs, classified.kinds, classified.kept_scores, group)
     if not heads:
         entries = "sequences" if call.spec.packed else "batch entries"
         raise InputError(
@@ -113,7 +113,7 @@ def map_of(name: str, call: MaskCall, batch: int | None = None, head: int | None
             f"{call.problem.seq_q:,} queries, {call.problem.seq_k:,} keys",
             way_out="fg.visualize(spec, (1, 1, 1024))",
         )
-    shown = sum(len(each.pairs) for each in heads.values())
+    shown = sum(len(head_tiles.pairs) for head_tiles in heads.values())
     return TileMap(
         name,
         (call.tile.block_q, call.tile.block_k),
@@ -126,23 +126,23 @@ def map_of(name: str, call: MaskCall, batch: int | None = None, head: int | None
 def _notes(call: MaskCall, shown: int, pairs: int) -> list[str]:
     notes = []
     if shown < pairs:
-        what = "packed sequence" if call.spec.packed else "batch entry"
+        entry = "packed sequence" if call.spec.packed else "batch entry"
         notes.append(
-            f"The map has {shown:,} of {pairs:,} pairs of a {what} and a head, without empty ones; "
-            "batch= and head= choose others."
+            f"The map has {shown:,} of {pairs:,} pairs of a {entry} and a head, without empty "
+            "ones; batch= and head= choose others."
         )
     return notes
 
 
-def _captures(given: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
+def _captures(captures: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    if captures is not None and not isinstance(captures, Mapping):
         raise InputError(
             "captures is not a dictionary of values by name",
             where="argument captures",
-            numbers=f"given a {type(given).__name__}",
+            numbers=f"given a {type(captures).__name__}",
             way_out='captures={"window": 64}',
         )
-    twice = sorted(set(given or {}) & set(named))
+    twice = sorted(set(captures or {}) & set(named))
     if twice:
         raise InputError(
             f"the capture {twice[0]!r} is given twice",
@@ -150,7 +150,7 @@ def _captures(given: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict
             numbers=f"in both: {', '.join(twice)}",
             way_out="each value once",
         )
-    return {**(given or {}), **named}
+    return {**(captures or {}), **named}
 
 
 def _check_pair(call: MaskCall, batch: Any, head: Any) -> None:
