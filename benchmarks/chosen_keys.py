@@ -104,10 +104,10 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
     program = program_of(choice.spec)
     captures = {"layout": fg.Layout.from_lists(counts, listed)}
     options = DEFAULT_OPTIONS._replace(arch=arch, backend="emulator", q_offset=KEYS)
-    _, operands, options = Call.of(
+    _, operands, options = Call.from_arguments(
         program, lambda *_: program, Operands(q, k, v), options, captures
     )
-    chosen = ChosenCall(Setup.of(program, operands, options), operands, options)
+    chosen = ChosenCall(Setup.for_call(program, operands, options), operands, options)
     spec, group_operands, options = chosen.by_groups(operands, chosen.read(operands))
     signature = program_of(spec).signature
     tensors = dict(zip((x.name for x in signature.tensors), group_operands.captured, strict=True))

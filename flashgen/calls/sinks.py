@@ -1,4 +1,4 @@
-"""The logits of a sink at the rows of a call, and its gradient from those of rows or of heads."""
+"""The logits of a sink at the rows of a call; its gradient from gradients of rows or heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rows(NamedTuple):
     """The b, h and q that mods see at rows: integer tensors that broadcast to one shape.
 
     Attributes:
-        axis: along which the queries of a head are.
+        axis: the axis of the queries of a head.
     """
 
     b: Tensor
@@ -27,22 +27,22 @@ class Rows(NamedTuple):
     axis: int = 2
 
     def indices(self, dims: Dims, sink: Tensor) -> tuple[Tensor, ...]:
-        """Where the sink's element of each row is; an index outside means the nearest element."""
+        """The indices of the sink's element for each row; outside, of the nearest element."""
         by_name = {"batch": self.b, "heads": self.h, "seq_q": self.q}
-        one = torch.zeros_like(self.h[:1, :1, :1])
+        first_index = torch.zeros_like(self.h[:1, :1, :1])
         sizes = zip(dims, sink.shape, strict=True)
-        return tuple(by_name.get(str(dim), one).clamp(0, size - 1) for dim, size in sizes)
+        return tuple(by_name.get(str(dim), first_index).clamp(0, size - 1) for dim, size in sizes)
 
 
-def rows_at(q: Tensor, first_head: int, places: Tensor, ends: Tensor | None) -> Rows:
+def rows_at(q: Tensor, first_head: int, row_indices: Tensor, ends: Tensor | None) -> Rows:
     """Rows [batch, heads, rows] of q, which need not be all of them.
 
     Args:
         first_head: the number of the first head of q.
-        places: int64 [rows], their positions; of packed sequences, those among all rows.
+        row_indices: int64 [rows], their indices in q; of packed sequences, among all rows.
         ends: the boundaries of packed sequences; None without.
     """
-    rows = places.view(1, 1, -1)
+    rows = row_indices.view(1, 1, -1)
     h = torch.arange(q.shape[1], device=q.device).view(1, -1, 1) + first_head
     if ends is None:
         return Rows(torch.arange(q.shape[0], device=q.device).view(-1, 1, 1), h, rows)
@@ -58,10 +58,10 @@ def rows_of_call(
     first_head: int,
     q_offset: int,
 ) -> Rows:
-    """The rows of q, [batch, heads, seq_q]. What decides may be data, which no device waits for."""
-    places = torch.arange(q.shape[2], device=q.device)
+    """The rows of q, [batch, heads, seq_q]. Offsets may be data, for which no device waits."""
+    row_indices = torch.arange(q.shape[2], device=q.device)
     ends = captured[BOUNDARIES[0]] if signature.packed else None
-    rows = rows_at(q, first_head, places, ends)
+    rows = rows_at(q, first_head, row_indices, ends)
     offset: Tensor | int = q_offset
     if OFFSETS[0] in captured:
         offset = captured[OFFSETS[0]].long().view(-1)
@@ -86,15 +86,17 @@ def weights_of(sink: Tensor, dims: Dims, rows: Rows, lse: Tensor) -> Tensor:
     return torch.exp(logits.masked_fill(outside, -math.inf) - lse.masked_fill(outside, 0))
 
 
-def gradient_of_rows(sink: Tensor, dims: Dims, rows: Rows, of_rows: Tensor) -> Tensor:
-    """The gradient of a sink from those of rows, in their dtype, summed in a fixed order."""
+def gradient_of_rows(sink: Tensor, dims: Dims, rows: Rows, row_gradients: Tensor) -> Tensor:
+    """The gradient of a sink from the gradients of rows, in their dtype, in a fixed order."""
     indices = rows.indices(dims, sink)
     if all(index.shape[rows.axis] == 1 for index in indices):
-        of_rows = of_rows.sum(rows.axis, keepdim=True)
+        row_gradients = row_gradients.sum(rows.axis, keepdim=True)
     if not indices:
-        return of_rows.sum()
-    places = tuple(index.expand(of_rows.shape) for index in indices)
-    return of_rows.new_zeros(sink.shape).index_put_(places, of_rows, accumulate=True)
+        return row_gradients.sum()
+    element_indices = tuple(index.expand(row_gradients.shape) for index in indices)
+    return row_gradients.new_zeros(sink.shape).index_put_(
+        element_indices, row_gradients, accumulate=True
+    )
 
 
 def gradient_without_keys(sink: Tensor, dims: Dims, rows: Rows, dlse: Tensor) -> Tensor:
@@ -103,13 +105,13 @@ def gradient_without_keys(sink: Tensor, dims: Dims, rows: Rows, dlse: Tensor) ->
     return gradient_of_rows(sink, dims, rows, dlse.masked_fill(removed, 0))
 
 
-def of_heads(logits: Tensor, first_head: int, heads: int) -> Tensor:
-    """Those of the whole's logits [heads or 1] that belong to the heads of a call."""
+def head_logits(logits: Tensor, first_head: int, heads: int) -> Tensor:
+    """The logits of the heads of a call, from the logits [heads or 1] of the whole."""
     return logits if len(logits) == 1 else logits[first_head : first_head + heads]
 
 
 def gradient_of(sink: Tensor, by_head: Tensor, first_head: int) -> Tensor:
-    """The gradient of a sink of heads from those of a call's heads; 0 for the other heads."""
+    """The gradient of a sink from the gradients of a call's heads; 0 for the other heads."""
     if sink.numel() == 1:
         return by_head.sum().view(sink.shape)
     total = by_head.new_zeros(sink.numel())

@@ -37,10 +37,10 @@ class Build:
         return self.plan.launch_facts(self.source.name, params, terms)
 
     def blocks(
-        self, work_tiles: int, sms: int | None = None, given: int | None = None
+        self, work_tiles: int, sms: int | None = None, requested: int | None = None
     ) -> LaunchBlocks:
         """The blocks of a launch, as `shared.launch_facts.LaunchRules.blocks_of`, derived."""
-        return blocks_of(self.plan, work_tiles, sms, given)
+        return blocks_of(self.plan, work_tiles, sms, requested)
 
     def integers(self, ranges: CallRanges) -> str:
         """The width of integers in a call, as `Source.integers`."""

@@ -47,11 +47,11 @@ def numbers_of(spec: AttentionSpec, rng: State | None, use: str) -> tuple[int, i
     else:
         numbers = [] if rng is None else list(rng)
     if len(numbers) != 2 or any(type(number) is not int for number in numbers):
-        given = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
+        shown = f"{rng.dtype} {tuple(rng.shape)}" if isinstance(rng, Tensor) else repr(rng)
         raise InputError(
             "the random state is not a seed and an offset",
             where=f"reference of {spec.name}, argument rng",
-            numbers=f"given {given}; {use}",
+            numbers=f"given {shown}; {use}",
             way_out="rng=(seed, offset), or an int64 tensor of both",
         )
     return numbers[0], numbers[1]

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashgen.reference.interpret import evaluate
-from flashgen.reference.oracle import added_weights, kept_sums, of_scores
+from flashgen.reference.oracle import added_weights, kept_sums, out_and_lse
 from flashgen.reference.problem import OracleArguments, OracleProblem, ScoreBlock, problem_of
 from flashgen.shared.errors import InputError
 from flashgen.spec.language.lets import elements_of
@@ -65,12 +65,12 @@ def gradients(
     dout: Tensor,
     dlse: Tensor | None = None,
     *,
-    kept: bool = False,
+    from_rounded: bool = False,
     **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, ...]:
     """Computes gradients in float64: the reference of every backward kernel.
 
-    With ``kept``, it starts from the rounded results of Algorithm 4: O in its dtype, LSE in
+    With ``from_rounded``, it starts from the rounded results of Algorithm 4: O in its dtype, LSE in
     float32, and the sums of the weights that `flashgen.reference.oracle.added_weights` has. The
     float32 rounding error of an LSE of 6 is up to 2.4e-7, and scales all of its row's P. Every
     backward pass that starts from LSE has this error; PyTorch, which stores P, does not. D is
@@ -99,11 +99,11 @@ def gradients(
     with torch.no_grad():
         total = _Gradients(problem, torch.float64)
         for part in problem.blocks():
-            total.add(part, _algorithm_3(problem, part, dout, dlse, kept=kept))
+            total.add(part, _algorithm_3(problem, part, dout, dlse, from_rounded=from_rounded))
         return total.results(torch.float64)
 
 
-kept_gradients = functools.partial(gradients, kept=True)
+kept_gradients = functools.partial(gradients, from_rounded=True)
 
 
 def same_dtype_gradients(
@@ -124,7 +124,7 @@ def same_dtype_gradients(
     rounded once, as in torch's sum over a group. Gradients of captured tensors are summed in
     float32 and rounded once.
 
-    Arguments and errors are those of `gradients`; dout is rounded to q's dtype, dlse to float32.
+    Arguments and errors are as in `gradients`; dout is rounded to q's dtype, dlse to float32.
 
     Returns:
         dq, dk and dv, then the gradient of each learned tensor, in the order of spec.tensors; each
@@ -139,10 +139,10 @@ def same_dtype_gradients(
     return total.results()
 
 
-def of_one_tensor(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def with_kv_gradient(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """dq, dkv and the rest of gradients dq, dk, dv and so on: v is the first columns of kv."""
-    dq, dk, dv, *rest = gradients
-    return dq, dk + torch.nn.functional.pad(dv, (0, dk.shape[-1] - dv.shape[-1])), *rest
+    dq, dk, dv, *learned = gradients
+    return dq, dk + torch.nn.functional.pad(dv, (0, dk.shape[-1] - dv.shape[-1])), *learned
 
 
 def errors_of_summands(
@@ -159,7 +159,7 @@ def errors_of_summands(
     The gradient of a tensor with few elements is a sum of very many numbers, whose error may be
     small by chance. This is the root of the sum of squares of the errors of the summands.
 
-    Arguments and errors are those of `gradients`.
+    Arguments and errors are as in `gradients`.
 
     Returns:
         A float64 tensor of the same shape for each learned tensor, in the order of spec.tensors.
@@ -167,35 +167,43 @@ def errors_of_summands(
     exact, same = (problem_of(spec, q, k, v, exact=exact, **call) for exact in (True, False))
     total = [torch.zeros(x.shape, dtype=torch.float64) for x in _learned(exact).values()]
     for part, ordinary in zip(exact.blocks(), same.blocks(), strict=True):
-        ours = _algorithm_3(exact, part, dout, dlse, kept=False)
+        exact_block = _algorithm_3(exact, part, dout, dlse, from_rounded=False)
         with torch.enable_grad():
-            theirs = _autograd(same, ordinary, dout, dlse)
+            same_block = _autograd(same, ordinary, dout, dlse)
         squares = tuple(
-            (b.double() - a).square() for a, b in zip(ours.flows, theirs.flows, strict=True)
+            (b.double() - a).square()
+            for a, b in zip(exact_block.flows, same_block.flows, strict=True)
         )
-        of_sink = None
-        if ours.of_sink is not None and theirs.of_sink is not None:
-            of_sink = (theirs.of_sink.double() - ours.of_sink).square()
-        added = _added(exact, part, ours.scores, squares, of_sink)
-        for sums, each in zip(total, added, strict=True):
-            sums += each.to(sums.device)
+        sink_squares = None
+        if exact_block.sink_flow is not None and same_block.sink_flow is not None:
+            sink_squares = (same_block.sink_flow.double() - exact_block.sink_flow).square()
+        added = _added(exact, part, exact_block.scores, squares, sink_squares)
+        for sums, squares_sum in zip(total, added, strict=True):
+            sums += squares_sum.to(sums.device)
     return tuple(sums.sqrt() for sums in total)
 
 
 def _algorithm_3(
-    problem: OracleProblem, part: ScoreBlock, dout: Tensor, dlse: Tensor | None, *, kept: bool
+    problem: OracleProblem,
+    part: ScoreBlock,
+    dout: Tensor,
+    dlse: Tensor | None,
+    *,
+    from_rounded: bool,
 ) -> BlockGradients:
     """The contributions of one block of scores to the gradients.
 
     Args:
-        kept: whether P and D are computed from the rounded LSE and O, as in Algorithm 4.
+        from_rounded: whether P and D are computed from the rounded LSE and O, as in Algorithm 4.
     """
-    do = part.of_rows(dout).to(problem.work)
+    do = part.rows_of(dout).to(problem.work)
     raw = (part.q @ part.k.transpose(1, 2)) * problem.factor
     scores, slope = problem.score_and_slope(raw, part)
     scores = problem.masked(scores, part)
     if not problem.spec.is_softmax:
-        return _of_weights(problem, part, do, raw, scores, slope, kept=kept)
+        return _algorithm_3_of_weights(
+            problem, part, do, raw, scores, slope, from_rounded=from_rounded
+        )
     dead = scores == -math.inf
     if part.sink is not None:
         scores = torch.cat([scores, part.sink.expand(*scores.shape[:2], 1)], dim=-1)
@@ -204,7 +212,7 @@ def _algorithm_3(
     p = part.weighted(weights[..., : dead.shape[-1]])
 
     dp = part.dropped(do @ part.v.transpose(1, 2))
-    if kept:
+    if from_rounded:
         out = (part.dropped(p) @ part.v).to(problem.q.dtype).to(problem.work)
         d = (do * out).sum(dim=-1, keepdim=True).float().to(problem.work)
         dp = _truncated(problem, dp)
@@ -219,16 +227,16 @@ def _algorithm_3(
     dead &= p == 0  # a score of -inf in a row with NaN or +inf has the weight NaN
     dv = part.dropped(p).transpose(1, 2) @ do
     if dlse is not None:
-        d = d - part.of_rows(dlse).to(problem.work)[..., None]
+        d = d - part.rows_of(dlse).to(problem.work)[..., None]
     ds = p * (dp - d)
     flows = _flows(problem, part, raw, ds, dead)
-    of_sink = None if part.sink is None else -weights[..., -1:] * d
+    sink_flow = None if part.sink is None else -weights[..., -1:] * d
     if slope is not None:
         ds = ds * slope
     ds = ds.masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
-    return BlockGradients(dq, dk, dv, flows, raw.detach(), of_sink)
+    return BlockGradients(dq, dk, dv, flows, raw.detach(), sink_flow)
 
 
 def _truncated(problem: OracleProblem, products: Tensor) -> Tensor:
@@ -241,7 +249,7 @@ def _truncated(problem: OracleProblem, products: Tensor) -> Tensor:
     return products * (1 - times * 2.0**-25)
 
 
-def _of_weights(
+def _algorithm_3_of_weights(
     problem: OracleProblem,
     part: ScoreBlock,
     do: Tensor,
@@ -249,7 +257,7 @@ def _of_weights(
     weights: Tensor,
     slope: Tensor | None,
     *,
-    kept: bool,
+    from_rounded: bool,
 ) -> BlockGradients:
     """`_algorithm_3` with weights that are no exponentials.
 
@@ -260,21 +268,21 @@ def _of_weights(
         slope: their derivatives by the scores.
     """
     dp = part.dropped(do @ part.v.transpose(1, 2))
-    dp = _truncated(problem, dp) if kept else dp
+    dp = _truncated(problem, dp) if from_rounded else dp
     factor, d = torch.ones_like(weights[..., :1]), torch.zeros_like(weights[..., :1])
     if problem.spec.sums_weights:
-        added = added_weights(problem, weights) if kept else weights
-        sums = kept_sums(problem, weights) if kept else weights.sum(dim=-1, keepdim=True)
+        added = added_weights(problem, weights) if from_rounded else weights
+        sums = kept_sums(problem, weights) if from_rounded else weights.sum(dim=-1, keepdim=True)
         factor = torch.where(sums == 0, 0, 1 / sums)
         out = part.dropped(added * factor) @ part.v
-        out = out.to(problem.q.dtype).to(problem.work) if kept else out
+        out = out.to(problem.q.dtype).to(problem.work) if from_rounded else out
         d = (do * out).sum(dim=-1, keepdim=True)
-        d = d.float().to(problem.work) if kept else d
+        d = d.float().to(problem.work) if from_rounded else d
     dv = part.dropped(weights * factor).transpose(1, 2) @ do
-    above = factor * (dp - d)
+    dp_difference = factor * (dp - d)
     dead = torch.zeros_like(raw, dtype=torch.bool) if part.mask is None else ~part.mask
-    flows = _flows(problem, part, raw, above, dead)
-    ds = (above if slope is None else above * slope).masked_fill(dead, 0)
+    flows = _flows(problem, part, raw, dp_difference, dead)
+    ds = (dp_difference if slope is None else dp_difference * slope).masked_fill(dead, 0)
     dq = problem.factor * (ds @ part.k)
     dk = problem.factor * (ds.transpose(1, 2) @ part.q)
     return BlockGradients(dq, dk, dv, flows, raw.detach())
@@ -283,7 +291,7 @@ def _of_weights(
 def _autograd(
     problem: OracleProblem, part: ScoreBlock, dout: Tensor, dlse: Tensor | None
 ) -> BlockGradients:
-    """The same contributions by autograd, in two parts around the score function."""
+    """`_algorithm_3` by autograd, in two parts around the score function."""
     q, k, v = (operand.detach().requires_grad_() for operand in (part.q, part.k, part.v))
     raw = (q @ k.transpose(1, 2)) * problem.factor
     modified, slope = problem.score_and_slope(raw.detach(), part)
@@ -294,19 +302,22 @@ def _autograd(
     sink = None
     if part.sink is not None:
         sink = part.sink.detach().expand(*scores.shape[:2], 1).clone().requires_grad_()
-    out, lse = of_scores(problem, scores, v, part, sink)
+    out, lse = out_and_lse(problem, scores, v, part, sink)
 
-    of, given = [out], [part.of_rows(dout).to(problem.work)]
+    outputs, output_gradients = [out], [part.rows_of(dout).to(problem.work)]
     if dlse is not None:
-        of, given = [out, lse], [*given, part.of_rows(dlse).to(problem.real)]
+        outputs, output_gradients = (
+            [out, lse],
+            [*output_gradients, part.rows_of(dlse).to(problem.real)],
+        )
     leaves = [scores, v] if sink is None else [scores, v, sink]
-    ds, dv, *rest = torch.autograd.grad(of, leaves, given)
+    ds, dv, *sink_flow = torch.autograd.grad(outputs, leaves, output_gradients)
     flows = _flows(problem, part, raw.detach(), ds, dead)
     if slope is not None:
         ds = (ds.to(problem.real) * slope).to(problem.work)
     ds = ds.masked_fill(dead, 0)
     dq, dk = torch.autograd.grad(raw, [q, k], ds)
-    return BlockGradients(dq, dk, dv, flows, raw.detach(), *rest)
+    return BlockGradients(dq, dk, dv, flows, raw.detach(), *sink_flow)
 
 
 @dataclass(frozen=True)
@@ -318,7 +329,7 @@ class BlockGradients:
         flows: contributions of each score to the elements of learned tensors that it reads,
             [n, seq_q, seq_k] for each of `_elements`.
         scores: s, before the score function.
-        of_sink: contribution of each row to the sink's gradient, [n, seq_q, 1]; None without a
+        sink_flow: contribution of each row to the sink's gradient, [n, seq_q, 1]; None without a
             sink.
     """
 
@@ -327,7 +338,7 @@ class BlockGradients:
     dv: Tensor
     flows: tuple[Tensor, ...]
     scores: Tensor
-    of_sink: Tensor | None = None
+    sink_flow: Tensor | None = None
 
 
 class _Gradients:
@@ -344,20 +355,24 @@ class _Gradients:
         ]
         self.captured = [torch.zeros(x.shape, dtype=dtype, device=device) for x in self.learned]
 
-    def add(self, part: ScoreBlock, of: BlockGradients) -> None:
+    def add(self, part: ScoreBlock, contributions: BlockGradients) -> None:
         dtype = self.sums[0].dtype
-        self.sums[0][part.pairs, part.rows] = of.dq.to(dtype)
-        for total, gradient in zip(self.sums[1:], (of.dk, of.dv), strict=True):
+        self.sums[0][part.pairs, part.rows] = contributions.dq.to(dtype)
+        for total, gradient in zip(
+            self.sums[1:], (contributions.dk, contributions.dv), strict=True
+        ):
             total[:, part.keys].index_add_(0, part.kv, gradient.to(dtype))
-        added = _added(self.problem, part, of.scores, of.flows, of.of_sink)
+        added = _added(
+            self.problem, part, contributions.scores, contributions.flows, contributions.sink_flow
+        )
         for total, gradient in zip(self.captured, added, strict=True):
             total += gradient
 
     def results(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """The gradients in ``dtype``; where it is None, each in the dtype of its tensor."""
-        sums, of = [*self.sums, *self.captured], [*self.operands, *self.learned]
+        sums, tensors = [*self.sums, *self.captured], [*self.operands, *self.learned]
         return tuple(
-            total.view(x.shape).to(dtype or x.dtype) for total, x in zip(sums, of, strict=True)
+            total.view(x.shape).to(dtype or x.dtype) for total, x in zip(sums, tensors, strict=True)
         )
 
 
@@ -388,13 +403,13 @@ def _added(
     part: ScoreBlock,
     scores: Tensor,
     flows: tuple[Tensor, ...],
-    of_sink: Tensor | None,
+    sink_flow: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The sums of one block's contributions by element: gradients in the tensors' shapes.
 
     Args:
         flows: the result of `_flows`.
-        of_sink: the rows' contributions to the gradient of the sink, [n, rows, 1].
+        sink_flow: the rows' contributions to the gradient of the sink, [n, rows, 1].
 
     Returns:
         A tensor in `problem.real` for each learned tensor, including a learned sink.
@@ -407,15 +422,17 @@ def _added(
     total = {symbol: torch.zeros_like(leaf) for symbol, leaf in leaves.items()}
     sink = problem.spec.sink
     elements = _elements(problem)
-    if of_sink is not None and sink.symbol in total:
-        elements, flows = [*elements, problem.sink_element], (*flows, of_sink)
+    if sink_flow is not None and sink.symbol in total:
+        elements, flows = [*elements, problem.sink_element], (*flows, sink_flow)
     if flows:
         values = {**part.values, SCORE: scores.to(real), **leaves}
         with torch.enable_grad():
             read = [evaluate(element, values, real) for element in elements]
-        given = [flow.sum_to_size(x.shape).to(x) for flow, x in zip(flows, read, strict=True)]
-        found = torch.autograd.grad(read, list(leaves.values()), given, allow_unused=True)
-        total |= {s: x for s, x in zip(leaves, found, strict=True) if x is not None}
+        flow_sums = [flow.sum_to_size(x.shape).to(x) for flow, x in zip(flows, read, strict=True)]
+        tensor_gradients = torch.autograd.grad(
+            read, list(leaves.values()), flow_sums, allow_unused=True
+        )
+        total |= {s: x for s, x in zip(leaves, tensor_gradients, strict=True) if x is not None}
     return tuple(total.values())
 
 

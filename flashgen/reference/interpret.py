@@ -1,7 +1,7 @@
 """Evaluates sympy expressions on torch tensors, node by node.
 
-This is a second implementation of the semantics of specs. It is independent of the compiler: it has
-no analysis, simplification or generated code. Expressions of integers are computed in int64, all
+This second implementation of the semantics of specs is independent of the compiler: it has no
+analysis, simplification or generated code. Expressions of integers are computed in int64, all
 others in ``real`` (float64 for the oracle).
 """
 
@@ -65,7 +65,7 @@ def evaluate(
     Raises:
         SpecError: a symbol has no value, or mods cannot contain a function of ``expr``.
     """
-    return _Evaluator(values, real, decides or real).of_parts(expr)
+    return _Evaluator(values, real, decides or real).value_with_lets(expr)
 
 
 class _Evaluator:
@@ -75,20 +75,20 @@ class _Evaluator:
         self.real = real
         self.deciding = self if decides == real else _Evaluator(values, decides, decides)
         self.device = next(iter(values.values())).device if values else torch.device("cpu")
-        self.known: dict[sympy.Basic, Tensor] = dict(values)
+        self.computed: dict[sympy.Basic, Tensor] = dict(values)
 
-    def of_parts(self, expr: sympy.Basic) -> Tensor:
+    def value_with_lets(self, expr: sympy.Basic) -> Tensor:
         """The value of an expression with Lets."""
         for let in lets_of(expr):
-            if let not in self.known:
-                self.known[let] = self.value(let.value)
+            if let not in self.computed:
+                self.computed[let] = self.value(let.value)
         return self.value(expr)
 
     def value(self, expr: sympy.Basic) -> Tensor:
         """The value of ``expr``; shared subexpressions are computed once."""
-        if expr not in self.known:
-            self.known[expr] = self._compute(expr)
-        return self.known[expr]
+        if expr not in self.computed:
+            self.computed[expr] = self._compute(expr)
+        return self.computed[expr]
 
     def number(self, expr: sympy.Basic) -> Tensor:
         """The value of ``expr`` in ``real``."""
@@ -116,12 +116,12 @@ class _Evaluator:
                 "the reference cannot evaluate a part of this spec",
                 where="flashgen.reference",
                 numbers=f"{expr.func.__name__} in {expr}; given: "
-                + ", ".join(sorted(str(symbol) for symbol in self.known if symbol.is_Symbol)),
+                + ", ".join(sorted(str(symbol) for symbol in self.computed if symbol.is_Symbol)),
                 way_out="the functions of flashgen, and a value for every scalar",
             )
         decided = SCORE not in expr.free_symbols and isinstance(expr, _DECIDED)
         if decided and self.deciding is not self:
-            return self.deciding.of_parts(expr)
+            return self.deciding.value_with_lets(expr)
         return rule(self, expr)
 
 
@@ -157,14 +157,14 @@ def _float_power(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 
 
 def _element(run: _Evaluator, expr: Element) -> Tensor:
-    tensor, *places = (run.value(arg) for arg in expr.args)
-    inside = tuple(_inside(place, size) for place, size in zip(places, tensor.shape, strict=True))
+    tensor, *indices = (run.value(arg) for arg in expr.args)
+    inside = tuple(_inside(index, size) for index, size in zip(indices, tensor.shape, strict=True))
     return tensor[inside].to(run.real if tensor.is_floating_point() else torch.int64)
 
 
-def _inside(place: Tensor, size: int) -> Tensor:
+def _inside(index: Tensor, size: int) -> Tensor:
     """The nearest index of a dimension; 0 for NaN."""
-    nearest = place.detach().nan_to_num(0.0) if place.is_floating_point() else place
+    nearest = index.detach().nan_to_num(0.0) if index.is_floating_point() else index
     return nearest.clamp(0, size - 1).to(torch.int64)
 
 
@@ -218,21 +218,21 @@ def _extremum(combine: Callable[[Tensor, Tensor], Tensor]) -> Rule:
 
 
 def _popcount(x: Tensor) -> Tensor:
-    return torch.stack([x >> place & 1 for place in range(32)]).sum(0)
+    return torch.stack([x >> bit & 1 for bit in range(32)]).sum(0)
 
 
-def _random_bits(low: Tensor, high: Tensor, *others: Tensor) -> Tensor:
+def _random_bits(low: Tensor, high: Tensor, *indices: Tensor) -> Tensor:
     """By the counters of `flashgen.shared.random_numbers`, with dropout's generator."""
-    *_, q, k = others
+    *_, q, k = indices
     words = np.asarray(
         philox(
-            tuple(word.cpu().numpy() for word in counter(*others)),
+            tuple(word.cpu().numpy() for word in counter(*indices)),
             (int(low) & 0xFFFFFFFF, int(high) & 0xFFFFFFFF),
         )
     )
-    place = (2 * (q & 1) + (k & 1)).cpu().numpy()
-    place = np.broadcast_to(place, words.shape[:-1])
-    chosen = np.take_along_axis(words, place[..., None], axis=-1)[..., 0]
+    word_index = (2 * (q & 1) + (k & 1)).cpu().numpy()
+    word_index = np.broadcast_to(word_index, words.shape[:-1])
+    chosen = np.take_along_axis(words, word_index[..., None], axis=-1)[..., 0]
     return torch.from_numpy(chosen.astype(np.int64) >> 8).to(q.device)
 
 
@@ -254,7 +254,7 @@ def _if_then_else(run: _Evaluator, expr: sympy.Basic) -> Tensor:
 
 
 _DECIDED = (FloatRelation, Floor, Round, FloorDiv, FloorMod, Element)
-"""What jumps: the rounding of an argument can change the result by more than its own size."""
+"""Functions that jump: rounding an argument can change the result by more than the rounding."""
 
 Rule = Callable[[_Evaluator, sympy.Basic], Tensor]
 

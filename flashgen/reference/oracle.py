@@ -78,12 +78,12 @@ def attention(
     if isinstance(call.get("q_offset"), Tensor):
         captured[OFFSETS[0]] = call["q_offset"]  # type: ignore[assignment]
     copied = contiguous_call(q, k, v, captured)
-    own = contiguous(packed_queries(spec))
+    contiguous_spec = contiguous(packed_queries(spec))
     call["q_offset"], call["tensors"] = copied.tensors[OFFSETS[0]], copied.tensors
-    if all(tensor.name != OFFSETS[0] for tensor in own.tensors):
+    if all(tensor.name != OFFSETS[0] for tensor in contiguous_spec.tensors):
         del copied.tensors[OFFSETS[0]]
-    out, lse = _attend(problem_of(own, *copied[:3], exact=exact, **call))
-    return copied.of_queries(out, q), copied.of_queries(lse, q)
+    out, lse = _attend(problem_of(contiguous_spec, *copied[:3], exact=exact, **call))
+    return copied.like_queries(out, q), copied.like_queries(lse, q)
 
 
 same_dtype = functools.partial(attention, exact=False)
@@ -97,13 +97,13 @@ def _attend(problem: OracleProblem) -> tuple[Tensor, Tensor]:
     lse = torch.full((batch * heads, seq_q), without_keys, dtype=problem.real, device=device)
     for part in problem.blocks():
         scores = problem.masked_scores(part)
-        here = (part.pairs, part.rows)
+        block_rows = (part.pairs, part.rows)
         sink = None if part.sink is None else part.sink.expand(*scores.shape[:2], 1)
-        out[here], lse[here] = of_scores(problem, scores, part.v, part, sink)
+        out[block_rows], lse[block_rows] = out_and_lse(problem, scores, part.v, part, sink)
     return out.view(batch, heads, seq_q, dim_v), lse.view(batch, heads, seq_q)
 
 
-def of_scores(
+def out_and_lse(
     problem: OracleProblem, scores: Tensor, v: Tensor, part: ScoreBlock, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """O and LSE, or the sum of the weights, from masked scores, or from masked weights."""

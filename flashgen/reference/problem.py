@@ -119,7 +119,7 @@ class ScoreBlock:
     kept: Tensor | None
     kept_scale: float
 
-    def of_rows(self, tensor: Tensor) -> Tensor:
+    def rows_of(self, tensor: Tensor) -> Tensor:
         """The rows [n, rows, ...] of a tensor [batch, heads_q, seq_q, ...]."""
         return tensor[self.entry, self.h, self.rows]
 
@@ -176,17 +176,20 @@ class OracleProblem:
         There are no blocks without keys and without a sink.
         """
         pairs = self.q.shape[0] * self.q.shape[1]
-        for of in self._rows():
-            seq_q, seq_k = of.queries.stop - of.queries.start, of.keys.stop - of.keys.start
+        for sequence in self._rows():
+            seq_q, seq_k = (
+                sequence.queries.stop - sequence.queries.start,
+                sequence.keys.stop - sequence.keys.start,
+            )
             if seq_k == 0 and self.spec.sink is None:
                 continue
             seq_k = max(1, seq_k)
             rows = min(max(1, _SCORES_AT_ONCE // seq_k), max(1, seq_q))
             together = max(1, _SCORES_AT_ONCE // (rows * seq_k))
             for pair in range(0, pairs, together):
-                some = slice(pair, min(pair + together, pairs))
+                pair_range = slice(pair, min(pair + together, pairs))
                 for row in range(0, seq_q, rows):
-                    yield self._block(of, some, slice(row, min(row + rows, seq_q)))
+                    yield self._block(sequence, pair_range, slice(row, min(row + rows, seq_q)))
 
     def _rows(self) -> Iterator[RowRanges]:
         ends = [[0, self.q.shape[2]], [0, self.k.shape[2]]]
@@ -195,23 +198,27 @@ class OracleProblem:
         for i in range(len(ends[0]) - 1):
             yield RowRanges(i, *(slice(end[i], end[i + 1]) for end in ends))
 
-    def _block(self, of: RowRanges, pairs: slice, rows: slice) -> ScoreBlock:
-        """The block of some rows, which are counted from the first row of ``of``."""
+    def _block(self, sequence: RowRanges, pairs: slice, rows: slice) -> ScoreBlock:
+        """The block of some rows, which are counted from the first row of ``sequence``."""
         device, heads, heads_kv = self.q.device, self.q.shape[1], self.k.shape[1]
-        seq_q, seq_k = of.queries.stop - of.queries.start, of.keys.stop - of.keys.start
+        seq_q, seq_k = (
+            sequence.queries.stop - sequence.queries.start,
+            sequence.keys.stop - sequence.keys.start,
+        )
         pair = torch.arange(pairs.start, pairs.stop, device=device)
         entry, h = pair // heads, pair % heads
         h_kv = h // (heads // heads_kv)
-        here = slice(of.queries.start + rows.start, of.queries.start + rows.stop)
+        q_rows = slice(sequence.queries.start + rows.start, sequence.queries.start + rows.stop)
         values = {
             **self.values,
             SEQ_Q: torch.tensor(seq_q, device=device),
             SEQ_K: torch.tensor(seq_k, device=device),
-            B: (entry + of.first)[:, None, None],
+            B: (entry + sequence.first)[:, None, None],
             H: h[:, None, None],
             Q: torch.arange(rows.start, rows.stop, device=device)[:, None]
-            + _of_entries(self.q_offset, entry + of.first),
-            K: torch.arange(seq_k, device=device) + _of_entries(self.k_offset, entry + of.first),
+            + _entry_offsets(self.q_offset, entry + sequence.first),
+            K: torch.arange(seq_k, device=device)
+            + _entry_offsets(self.k_offset, entry + sequence.first),
         }
         shape = (len(pair), rows.stop - rows.start, seq_k)
         mask = None
@@ -221,21 +228,23 @@ class OracleProblem:
         kept = None
         if self.state is not None:
             entries, local = np.divmod(np.arange(pairs.start, pairs.stop), heads)
-            numbers = (entries + of.first) * self.heads + local + self.first_head
+            numbers = (entries + sequence.first) * self.heads + local + self.first_head
             first_q, first_k = int(self.q_offset), int(self.k_offset)
-            at = range(first_q + rows.start, first_q + rows.stop)
-            bits = keep_mask(self.p, *self.state, numbers, at, range(first_k, first_k + seq_k))
+            q_positions = range(first_q + rows.start, first_q + rows.stop)
+            bits = keep_mask(
+                self.p, *self.state, numbers, q_positions, range(first_k, first_k + seq_k)
+            )
             kept = torch.from_numpy(bits).to(device)
         return ScoreBlock(
             pairs=pairs,
-            rows=here,
-            keys=of.keys,
+            rows=q_rows,
+            keys=sequence.keys,
             entry=entry,
             h=h,
             kv=entry * heads_kv + h_kv,
-            q=self.q[entry, h, here].to(self.work),
-            k=self.k[entry, h_kv, of.keys].to(self.work),
-            v=self.v[entry, h_kv, of.keys].to(self.work),
+            q=self.q[entry, h, q_rows].to(self.work),
+            k=self.k[entry, h_kv, sequence.keys].to(self.work),
+            v=self.v[entry, h_kv, sequence.keys].to(self.work),
             values=values,
             sink=self._sink(values),
             mask=mask,
@@ -269,8 +278,8 @@ class OracleProblem:
         if self.spec.score == SCORE:
             return scores
         values = {**part.values, SCORE: scores.to(self.real)}
-        found = evaluate(self.spec.score, values, self.real, self.decides)
-        return found.to(scores.dtype).expand_as(scores)
+        value = evaluate(self.spec.score, values, self.real, self.decides)
+        return value.to(scores.dtype).expand_as(scores)
 
     def score_and_slope(self, scores: Tensor, part: ScoreBlock) -> tuple[Tensor, Tensor | None]:
         """s' of s, unmasked, in the dtype of ``scores``; ds'/ds in `real`, None stands for 1."""
@@ -296,8 +305,10 @@ class OracleProblem:
         x = evaluate(variable, values, self.real).detach()
         with forward_mode():
             dual = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
-            found = evaluate(self.spec.score, {**values, variable: dual}, self.real, self.decides)
-            value, slope = forward_ad.unpack_dual(found)  # type: ignore[no-untyped-call]
+            dual_value = evaluate(
+                self.spec.score, {**values, variable: dual}, self.real, self.decides
+            )
+            value, slope = forward_ad.unpack_dual(dual_value)  # type: ignore[no-untyped-call]
         return value, torch.zeros_like(value) if slope is None else slope
 
 
@@ -329,14 +340,14 @@ def in_blocks(
     group = q.shape[1] // (k.shape[1] if live.shape[1] > 1 else q.shape[1])
     tensors[LAYOUT] = live.repeat_interleave(group, 1)
     first, scalars = call.get("q_offset", 0), dict(call.get("scalars") or {})
-    moved: OracleArguments = {**call, "tensors": tensors, "q_offset": 0}
-    moved["scalars"] = scalars | {CHOICE[0]: 0 if isinstance(first, Tensor) else first}
+    changed: OracleArguments = {**call, "tensors": tensors, "q_offset": 0}
+    changed["scalars"] = scalars | {CHOICE[0]: 0 if isinstance(first, Tensor) else first}
     if isinstance(first, Tensor):
         spec = at_offsets(spec, ((OFFSETS[0], dtype_name(first.dtype)),))
         tensors[FIRST_QUERIES] = first.view(-1)
     if spec.paged:
-        moved["q_offset"] = torch.zeros(1, dtype=torch.int32)
-    return with_layout(spec), moved
+        changed["q_offset"] = torch.zeros(1, dtype=torch.int32)
+    return with_layout(spec), changed
 
 
 def problem_of(
@@ -396,7 +407,7 @@ def problem_of(
     )
 
 
-def _of_entries(offset: int | Tensor, entries: Tensor) -> int | Tensor:
+def _entry_offsets(offset: int | Tensor, entries: Tensor) -> int | Tensor:
     """The offset of each of some batch entries, [n, 1, 1]; a number where all have the same."""
     many = isinstance(offset, Tensor) and offset.numel() > 1
     return offset.long()[entries, None, None] if many else int(offset)  # type: ignore[union-attr]
@@ -407,12 +418,12 @@ def _scalar_values(
 ) -> dict[sympy.Symbol, Tensor]:
     """A 0-dim tensor for the symbol of each scalar, with the value that a kernel receives."""
     _check_names(spec, "scalars", [scalar.name for scalar in spec.scalars], scalars)
-    found = {}
+    values = {}
     for scalar in spec.scalars:
         value = SCALAR_DTYPES[scalar.dtype].stored(scalars[scalar.name])
         dtype = real if isinstance(value, float) else None
-        found[scalar.expr] = torch.tensor(value, dtype=dtype, device=device)
-    return found
+        values[scalar.expr] = torch.tensor(value, dtype=dtype, device=device)
+    return values
 
 
 def _tensor_values(
@@ -439,15 +450,15 @@ def _check_names(
     spec: AttentionSpec,
     kind: str,
     wanted: Sequence[str],
-    given: Mapping[str, object],
+    named: Mapping[str, object],
     unread: Sequence[str] = (),
 ) -> None:
     """Raises InputError unless exactly the ``wanted`` names are given, those ``unread`` aside."""
-    if sorted(wanted) != sorted(name for name in given if name not in unread):
+    if sorted(wanted) != sorted(name for name in named if name not in unread):
         raise InputError(
             f"the {kind} given are not those of the spec",
             where=f"reference of {spec.name}",
-            numbers=f"given: {', '.join(given) or 'none'}; expected: {', '.join(wanted) or 'none'}",
+            numbers=f"given: {', '.join(named) or 'none'}; expected: {', '.join(wanted) or 'none'}",
             way_out=f"{kind}={{" + ", ".join(f'"{name}": ...' for name in wanted) + "}",
         )
 

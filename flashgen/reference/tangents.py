@@ -54,28 +54,30 @@ def kept_tangents(
     moving: Tangents,
     **call: Unpack[OracleArguments],
 ) -> tuple[Tensor, Tensor]:
-    """The exact tangents as a pass finds them that starts from rounded results.
+    """The exact tangents of a pass that starts from rounded results.
 
     The rounding of LSE to float32 scales all P of a row, as in
     `flashgen.reference.gradients.gradients`. With other weights whose sum W divides the output,
     O' = (X - W' O) / W with an O of the dtype of q and the W of `kept_sums`; with the
     softmax, a pass keeps the factor of O small by taking the tangents of scores relative to one of
-    them. Arguments and errors are those of `tangents`.
+    them. Arguments and errors are as in `tangents`.
     """
     out, lse = tangents(spec, q, k, v, moving, **call)
     if not spec.sums_weights:
         return out, lse
-    own, of_rows = attention(spec, q, k, v, **call)
+    exact_out, row_statistics = attention(spec, q, k, v, **call)
     if not spec.is_softmax:
-        sums, moved = (x.flatten(0, 1)[..., None] for x in (of_rows, lse))
-        kept, problem = sums.clone(), problem_of(spec, q, k, v, exact=True, **call)
+        sums, sum_tangents = (x.flatten(0, 1)[..., None] for x in (row_statistics, lse))
+        rounded_sums, problem = sums.clone(), problem_of(spec, q, k, v, exact=True, **call)
         for part in problem.blocks():
-            here = (part.pairs, part.rows)
-            kept[here] = kept_sums(problem, problem.masked_scores(part))
-        error = (own.to(q.dtype).double() - own).flatten(0, 1)
-        total = sums * out.flatten(0, 1) - moved * error
-        return torch.where(kept == 0, 0, total / kept).view_as(out), lse
-    error = torch.where(of_rows.isfinite(), of_rows - of_rows.float().double(), 0)
+            block_rows = (part.pairs, part.rows)
+            rounded_sums[block_rows] = kept_sums(problem, problem.masked_scores(part))
+        error = (exact_out.to(q.dtype).double() - exact_out).flatten(0, 1)
+        total = sums * out.flatten(0, 1) - sum_tangents * error
+        return torch.where(rounded_sums == 0, 0, total / rounded_sums).view_as(out), lse
+    error = torch.where(
+        row_statistics.isfinite(), row_statistics - row_statistics.float().double(), 0
+    )
     return out * error.exp()[..., None], lse
 
 
@@ -86,7 +88,7 @@ def gradient_tangents(
     v: Tensor,
     gradients: tuple[Tensor, Tensor | None],
     moving: Tangents,
-    of_gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    cotangent_tangents: tuple[Tensor | None, Tensor | None] = (None, None),
     *,
     exact: bool = True,
     **call: Unpack[OracleArguments],
@@ -95,25 +97,25 @@ def gradient_tangents(
 
     Args:
         gradients: dout and dlse; a dlse of None stands for zeros.
-        of_gradients: the tangents of dout and dlse; None for zeros.
+        cotangent_tangents: the tangents of dout and dlse; None for zeros.
         other arguments: as in `tangents`.
     """
     with forward_mode(), torch.enable_grad():
         duals, call["tensors"] = _duals(spec, (q, k, v), moving, call, exact, leaves=True)
         results = attention(spec, *duals[:3], exact=exact, **call)
-        given = [
-            None if x is None else _dual(x.to(of.dtype), way)
-            for x, way, of in zip(
-                gradients, ResultTangents(*of_gradients)[:2], results, strict=True
+        cotangents = [
+            None if x is None else _dual(x.to(result.dtype), tangent)
+            for x, tangent, result in zip(
+                gradients, ResultTangents(*cotangent_tangents)[:2], results, strict=True
             )
         ]
-        count = 1 if given[1] is None else 2
-        found = torch.autograd.grad(
-            results[:count], duals, given[:count], create_graph=True, allow_unused=True
+        count = 1 if cotangents[1] is None else 2
+        grads = torch.autograd.grad(
+            results[:count], duals, cotangents[:count], create_graph=True, allow_unused=True
         )
         return tuple(
-            torch.zeros_like(x) if each is None else _tangent(each)
-            for each, x in zip(found, duals, strict=True)
+            torch.zeros_like(x) if grad is None else _tangent(grad)
+            for grad, x in zip(grads, duals, strict=True)
         )
 
 
@@ -128,23 +130,23 @@ def _duals(
     """q, k, v and the learned tensors with their tangents; and all captured tensors by name."""
     tensors = dict(call.get("tensors") or {})
     learned = [tensor.name for tensor in spec.tensors if tensor.grad]
-    ways: Sequence[Tensor | None] = (*moving[:3], *(moving.captured or (None,) * len(learned)))
-    given = [*operands, *(tensors[name] for name in learned)]
+    tangents: Sequence[Tensor | None] = (*moving[:3], *(moving.captured or (None,) * len(learned)))
+    primals = [*operands, *(tensors[name] for name in learned)]
     duals = []
-    for tensor, way in zip(given, ways, strict=True):
+    for tensor, tangent in zip(primals, tangents, strict=True):
         wide = tensor.detach().double() if exact else tensor.detach()
         leaf = wide.clone().requires_grad_() if leaves else wide
-        duals.append(_dual(leaf, way))
+        duals.append(_dual(leaf, tangent))
     return duals, {**tensors, **dict(zip(learned, duals[3:], strict=True))}
 
 
-def _dual(tensor: Tensor, way: Tensor | None) -> Tensor:
-    if way is None:
+def _dual(tensor: Tensor, tangent: Tensor | None) -> Tensor:
+    if tangent is None:
         return tensor
-    dual: Tensor = forward_ad.make_dual(tensor, way.detach().to(tensor.dtype))  # type: ignore[no-untyped-call]
+    dual: Tensor = forward_ad.make_dual(tensor, tangent.detach().to(tensor.dtype))  # type: ignore[no-untyped-call]
     return dual
 
 
 def _tangent(tensor: Tensor) -> Tensor:
-    found = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
-    return torch.zeros_like(tensor) if found is None else found.detach()
+    tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return torch.zeros_like(tensor) if tangent is None else tangent.detach()

@@ -13,8 +13,8 @@ from flashgen.reference.gradients import (
     errors_of_summands,
     gradients,
     kept_gradients,
-    of_one_tensor,
     same_dtype_gradients,
+    with_kv_gradient,
 )
 from flashgen.reference.problem import OracleArguments
 from flashgen.reference.tangents import kept_tangents, tangents
@@ -97,7 +97,7 @@ def compare(
     same: Tensor,
     *,
     factor: float = OUTPUT_FACTOR,
-    kept: Tensor | None = None,
+    from_rounded: Tensor | None = None,
     summands: Tensor | None = None,
 ) -> Verdict:
     """Compares ``out`` with the oracle by the error rule.
@@ -107,9 +107,9 @@ def compare(
         ref64: the result of the oracle, float64, of the same shape.
         same: the result of `same_dtype`, of the same shape.
         factor: `OUTPUT_FACTOR`, or `GRADIENT_FACTOR` for gradients.
-        kept: for gradients, the result of `kept_gradients`, whose error every backward pass from O
-            and LSE has: `KEPT_FACTOR` times its RMS is added to that of ``same`` as an independent
-            error, and its maximum replaces that of ``same`` where it is larger.
+        from_rounded: for gradients, the result of `kept_gradients`, whose error every backward pass
+            from O and LSE has: `KEPT_FACTOR` times its RMS is added to that of ``same`` as an
+            independent error, and its maximum replaces that of ``same`` where it is larger.
         summands: for gradients of learned tensors, the result of `errors_of_summands`: it
             replaces the error of ``same`` where it is larger.
 
@@ -129,18 +129,20 @@ def compare(
             numbers=f"out {tuple(out.shape)}, ref64 {tuple(ref64.shape)}, same {tuple(same.shape)}",
             way_out="the oracle and the same-dtype computation of the same operands",
         )
-    got, exact, ordinary = (tensor.detach().double() for tensor in (out, ref64, same))
-    mismatched = (got.isinf() | exact.isinf()) & (got != exact) & ~got.isnan()
-    finite = exact.isfinite() & got.isfinite()
-    error = (got - exact)[finite].abs()
+    result, exact, ordinary = (tensor.detach().double() for tensor in (out, ref64, same))
+    mismatched = (result.isinf() | exact.isinf()) & (result != exact) & ~result.isnan()
+    finite = exact.isfinite() & result.isfinite()
+    error = (result - exact)[finite].abs()
     rounding = torch.finfo(out.dtype).eps / 2
-    known = torch.where(ordinary.isfinite(), (ordinary - exact).abs(), exact.abs() * rounding)
-    baseline = known[exact.isfinite()]
+    ordinary_error = torch.where(
+        ordinary.isfinite(), (ordinary - exact).abs(), exact.abs() * rounding
+    )
+    baseline = ordinary_error[exact.isfinite()]
     ordinary_rms, ordinary_max = _rms(baseline), _max(baseline)
-    if kept is not None:
-        from_kept = (kept.double() - exact)[exact.isfinite()].abs()
-        ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(from_kept))
-        ordinary_max = max(ordinary_max, _max(from_kept))
+    if from_rounded is not None:
+        rounded_error = (from_rounded.double() - exact)[exact.isfinite()].abs()
+        ordinary_rms = math.hypot(ordinary_rms, KEPT_FACTOR * _rms(rounded_error))
+        ordinary_max = max(ordinary_max, _max(rounded_error))
     if summands is not None:
         ordinary_rms = max(ordinary_rms, _rms(summands))
         ordinary_max = max(ordinary_max, _max(summands))
@@ -150,9 +152,9 @@ def compare(
         max_allowed=factor * ordinary_max + ABSOLUTE,
         rms_error=_rms(error),
         rms_allowed=RMS_FACTOR * max(ordinary_rms, once),
-        nans=int(got.isnan().sum()),
+        nans=int(result.isnan().sum()),
         infinities=int(mismatched.sum()),
-        elements=got.numel(),
+        elements=result.numel(),
     )
 
 
@@ -164,13 +166,13 @@ class Judged(NamedTuple):
     same: Tensor
 
 
-def judge_gradients(*of: Any, **call: Any) -> dict[str, Verdict]:
-    """The verdicts of `judged_gradients`, whose arguments and errors it has, alone."""
-    return {name: each.verdict for name, each in judged_gradients(*of, **call).items()}
+def judge_gradients(*arguments: Any, **call: Any) -> dict[str, Verdict]:
+    """The verdicts of `judged_gradients`, with the same arguments and errors."""
+    return {name: judged.verdict for name, judged in judged_gradients(*arguments, **call).items()}
 
 
 def judged_gradients(
-    found: Sequence[Tensor],
+    results: Sequence[Tensor],
     spec: AttentionSpec,
     q: Tensor,
     k: Tensor,
@@ -182,38 +184,43 @@ def judged_gradients(
     """The verdicts on dq, dk, dv and the gradients of learned tensors, with what they rest on.
 
     Args:
-        found: dq, dk, dv, then the gradients of learned tensors in the order of spec.tensors.
+        results: dq, dk, dv, then the gradients of learned tensors in the order of spec.tensors.
         v: None with shared_kv=True, where dkv is in place of dk and dv.
         other arguments: as in `gradients`, whose errors this function also raises.
 
     Raises:
-        ValueError: ``found`` has another number of gradients.
+        ValueError: ``results`` has another number of gradients.
     """
     shares = v is None
-    of = (spec, q, k, k[..., : spec.head_dim_v] if v is None else v, dout, dlse)
+    operands = (spec, q, k, k[..., : spec.head_dim_v] if v is None else v, dout, dlse)
     learned = [f"d{tensor.name}" for tensor in spec.tensors if tensor.grad]
     names = ("dq", "dkv") if shares else ("dq", "dk", "dv")
     summands: list[Tensor | None] = [None] * len(names)
     if learned:
-        summands += errors_of_summands(*of, **call)
-    made = [each(*of, **call) for each in (gradients, same_dtype_gradients, kept_gradients)]
+        summands += errors_of_summands(*operands, **call)
+    references = [
+        function(*operands, **call)
+        for function in (gradients, same_dtype_gradients, kept_gradients)
+    ]
     if shares:
-        made = [of_one_tensor(each) for each in made]
-    rows = zip((*names, *learned), found, *made, summands, strict=True)
+        references = [with_kv_gradient(reference) for reference in references]
+    rows = zip((*names, *learned), results, *references, summands, strict=True)
     judged = {}
-    for name, got, exact, same, kept, errors in rows:
-        verdict = compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept, summands=errors)
+    for name, result, exact, same, rounded, errors in rows:
+        verdict = compare(
+            result, exact, same, factor=GRADIENT_FACTOR, from_rounded=rounded, summands=errors
+        )
         judged[name] = Judged(verdict, exact, same)
     return judged
 
 
-def judge_tangents(*of: Any, **call: Any) -> dict[str, Verdict]:
-    """The verdicts of `judged_tangents`, whose arguments and errors it has, alone."""
-    return {name: each.verdict for name, each in judged_tangents(*of, **call).items()}
+def judge_tangents(*arguments: Any, **call: Any) -> dict[str, Verdict]:
+    """The verdicts of `judged_tangents`, with the same arguments and errors."""
+    return {name: judged.verdict for name, judged in judged_tangents(*arguments, **call).items()}
 
 
 def judged_tangents(
-    found: Sequence[Tensor],
+    results: Sequence[Tensor],
     spec: AttentionSpec,
     q: Tensor,
     k: Tensor,
@@ -224,22 +231,24 @@ def judged_tangents(
     """The verdicts on the tangents of out and lse; of out alone without a softmax.
 
     Args:
-        found: the tangents.
+        results: the tangents.
         other arguments: as in `tangents`, whose errors this function also raises.
     """
-    of = (spec, q, k, v, moving)
+    operands = (spec, q, k, v, moving)
     names = ("out", "lse") if spec.is_softmax else ("out",)
     rows = zip(
         names,
-        found,
-        tangents(*of, **call),
-        tangents(*of, exact=False, **call),
-        kept_tangents(*of, **call),
+        results,
+        tangents(*operands, **call),
+        tangents(*operands, exact=False, **call),
+        kept_tangents(*operands, **call),
         strict=False,
     )
     return {
-        name: Judged(compare(got, exact, same, factor=GRADIENT_FACTOR, kept=kept), exact, same)
-        for name, got, exact, same, kept in rows
+        name: Judged(
+            compare(result, exact, same, factor=GRADIENT_FACTOR, from_rounded=rounded), exact, same
+        )
+        for name, result, exact, same, rounded in rows
     }
 
 

@@ -1,1 +1,1 @@
-"""What every stage knows: errors, dtypes, architectures, code paths, and the values of a call."""
+"""The part that every stage uses: errors, dtypes, architectures, code paths, values of a call."""

@@ -220,7 +220,7 @@ KNOWN = f"{', '.join(_FACTS)}, and from sm_90 on those with an a or f at the end
 """The architectures that have facts, in words."""
 
 
-def known() -> tuple[str, ...]:
+def known_archs() -> tuple[str, ...]:
     """Names of the architectures that have facts, oldest first."""
     return tuple(_FACTS)
 
@@ -251,10 +251,10 @@ def version_of(arch: str) -> tuple[int, int, bool]:
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether a device runs cubins of an architecture: those of its major version, but of none
-    newer; with the suffix "a" those of its own version."""
-    major, minor, own = version_of(arch)
-    if own:
+    """Whether a device runs cubins of an architecture: of the same major version and no newer minor
+    version; with the suffix "a" or "f", of exactly the same version."""
+    major, minor, own_version_only = version_of(arch)
+    if own_version_only:
         return capability == (major, minor)
     return capability[0] == major and capability[1] >= minor
 
@@ -277,10 +277,10 @@ def paths_of(device: str) -> tuple[str, ...]:
         PlanError: there is no such architecture.
     """
     capability = version_of(device)[:2]
-    fitting = [name for name in known() if runs_on(name, capability)]
+    fitting = [name for name in known_archs() if runs_on(name, capability)]
     newest = facts(fitting[-1] if fitting else device).name
-    own = f"{device}a"
-    return (own, newest) if path_on(own).only_on else (newest,)
+    specific_arch = f"{device}a"
+    return (specific_arch, newest) if path_on(specific_arch).only_on else (newest,)
 
 
 def _way_out(match: re.Match[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""What a call can return beside its output: the request and the results, as plain values."""
+"""The results of a call beside its output, and the request for them, as plain values."""
 
 from __future__ import annotations
 

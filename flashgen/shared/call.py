@@ -2,7 +2,7 @@
 
 ::
 
-    Operands, CallOptions  --Call.of, check-->  CheckedCall  --bind-->  kernel arguments
+    Operands, CallOptions  --Call.from_arguments, check-->  CheckedCall  --bind-->  kernel arguments
 
 The backward pass adds `OutputGradients`. Tests and tools also pass `LaunchOptions`.
 """
@@ -57,7 +57,7 @@ class Tangents(NamedTuple):
     """The tangents of the operands of a call, each like its operand; None where there is none.
 
     Attributes:
-        captured: those of the learned tensors, in the order of the signature; () for none.
+        captured: the tangents of learned tensors, in the order of the signature; () for none.
     """
 
     q: Tensor | None = None
@@ -87,7 +87,7 @@ class Inputs:
         gradients: the gradients of out and of lse, the second may be None.
         options: scalars, tensors, offsets, scale, dropout_p and rng, as for
             `flashgen.calls.ops.run_forward`.
-        tangents: those of the operands.
+        tangents: the tangents of the operands.
     """
 
     operands: tuple[Tensor, Tensor, Tensor]
@@ -100,7 +100,8 @@ class CallOptions(NamedTuple):
     """The arguments of a call that are not tensors. `flashgen.calls.ops.Attention` describes them.
 
     Attributes:
-        q_offset, k_offset: ints; before `calls.runtime.arguments.call.Call.of`, tensors too.
+        q_offset, k_offset: ints; before `Call.from_arguments` of `calls.runtime.arguments.call`,
+            tensors too.
         split_size: the keys of a split; 0: one thread block has all keys of a row; None: the plan
             chooses; `INVARIANT`: it chooses from the spec and the architecture alone.
         scalars: values of the run-time scalars, in the order of the signature.
@@ -174,12 +175,12 @@ class CheckedCall:
 
     @property
     def group(self) -> int:
-        """The query heads that share a key head; those of the call where it has no key head."""
+        """The query heads that share a key head; all query heads where there is no key head."""
         return self.heads_q // max(self.heads_kv, 1)
 
     def queries_of_each(self, *, packed: bool) -> int:
-        """The most queries of a sequence. Of packed queries, only those of plain decoding are known
-        to be few in each."""
+        """The most queries of a sequence. Packed queries are known to be few in each sequence only
+        where there are no more queries than sequences."""
         return 1 if packed and self.seq_q <= self.batch else self.seq_q
 
     @property
@@ -189,12 +190,12 @@ class CheckedCall:
 
     @property
     def first_head(self) -> int:
-        """The number of the first query head among those of the whole."""
+        """The number of the first query head, counted in the whole."""
         return heads_of(self.scalars, self.heads_q)[0]
 
     @property
     def heads(self) -> int:
-        """The query heads of the whole of which the call computes a part, or of the call."""
+        """The query heads of the whole, where the call computes a part of one, else of the call."""
         return heads_of(self.scalars, self.heads_q)[1]
 
     @property
@@ -246,33 +247,33 @@ class CallRanges(NamedTuple):
     ends: tuple[Limits, ...]
 
     @staticmethod
-    def of(
+    def from_call(
         sizes: Mapping[str, int],
         offsets: Mapping[str, int | None],
         scalars: Mapping[str, int | float],
-        of_sequences: bool = False,
+        sequences_vary: bool = False,
     ) -> CallRanges:
         """
         Args:
             sizes: batch, heads, seq_q, seq_k.
             offsets: q_offset and k_offset; None where only the device knows them.
-            of_sequences: whether sequences have lengths of their own, up to these.
+            sequences_vary: whether sequences have lengths of their own, up to these.
         """
-        found: dict[str, Limits] = {name: (size, size) for name, size in sizes.items()}
-        found |= {"b": (0, sizes["batch"] - 1), "h": (0, sizes["heads"] - 1)}
+        limits: dict[str, Limits] = {name: (size, size) for name, size in sizes.items()}
+        limits |= {"b": (0, sizes["batch"] - 1), "h": (0, sizes["heads"] - 1)}
         for axis in ("q", "k"):
             offset, length = offsets[f"{axis}_offset"], sizes[f"seq_{axis}"]
             most = -POSITION_LIMIT, POSITION_LIMIT
             first, last = most if offset is None else (offset, offset)
-            found[f"{axis}_offset"] = first, last
+            limits[f"{axis}_offset"] = first, last
             ends = first - _PAST_THE_END, last + length + _PAST_THE_END
-            found |= dict.fromkeys((axis, f"{axis}_lo", f"{axis}_hi"), ends)
-            if of_sequences:
-                found[f"seq_{axis}"] = 0, length
-        found |= {n: (int(x), int(x)) for n, x in scalars.items() if not isinstance(x, float)}
-        if of_sequences and WHOLE[3] in found:
-            found[WHOLE[3]] = found["seq_k"]
-        return CallRanges(tuple(found), tuple(found.values()))
+            limits |= dict.fromkeys((axis, f"{axis}_lo", f"{axis}_hi"), ends)
+            if sequences_vary:
+                limits[f"seq_{axis}"] = 0, length
+        limits |= {n: (int(x), int(x)) for n, x in scalars.items() if not isinstance(x, float)}
+        if sequences_vary and WHOLE[3] in limits:
+            limits[WHOLE[3]] = limits["seq_k"]
+        return CallRanges(tuple(limits), tuple(limits.values()))
 
     def rounded(self) -> CallRanges:
         """Wider ranges with powers of two as their ends, which many calls share."""

@@ -4,7 +4,7 @@
 variable              meaning
 ====================  ==========================================================================
 FLASHGEN_ARCH         architecture to emit and compile for when a command or call names none:
-                      a name of `flashgen.shared.arch.known`, such as sm_80 or sm_90a
+                      a name of `flashgen.shared.arch.known_archs`, such as sm_80 or sm_90a
 FLASHGEN_BACKEND      backend of calls without the argument: "gpu", "emulator" (or "emulator:7", the
                       emulator with the order drawn from 7) or "tiled"
                       (unset: CUDA tensors on their GPU, CPU tensors by the tiled algorithms)
@@ -194,8 +194,8 @@ def child_environment() -> dict[str, str]:
 
     It imports what this process imports. An edited kernel does not replace one of the problems'.
     """
-    kept = {name: value for name, value in os.environ.items() if name != "FLASHGEN_OVERRIDE"}
-    return {**kept, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+    inherited = {name: value for name, value in os.environ.items() if name != "FLASHGEN_OVERRIDE"}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
 
 
 def override() -> Path | None:
@@ -234,10 +234,10 @@ def batch_invariant() -> bool:
     Raises:
         FlashgenError: the value of the variable is neither 0 nor 1.
     """
-    found = _batch_invariant.get()
-    found = _batch_invariant_of_program if found is None else found
-    if found is not None:
-        return found
+    mode = _batch_invariant.get()
+    mode = _batch_invariant_of_program if mode is None else mode
+    if mode is not None:
+        return mode
     return _switch("FLASHGEN_BATCH_INVARIANT") is True
 
 
@@ -251,7 +251,7 @@ def native() -> bool:
 
 
 class VariablesOfCalls(NamedTuple):
-    """What native calls look up in the environment, which they follow as calls in Python do.
+    """The environment variables that native calls look up and follow, as calls in Python do.
 
     Attributes:
         environment: the variables, which Python changes in place.

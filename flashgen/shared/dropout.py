@@ -90,9 +90,9 @@ def _next(product: Array, word: Array, key: int) -> Array:
     high = product >> np.uint64(32)
     # In place where the shapes agree, because allocating new arrays takes most of the time.
     whole = high.ndim > 0 and np.broadcast_shapes(high.shape, word.shape) == high.shape
-    found = np.bitwise_xor(high, word, out=high) if whole else high ^ word
-    found ^= np.uint64(key)
-    return found
+    xored = np.bitwise_xor(high, word, out=high) if whole else high ^ word
+    xored ^= np.uint64(key)
+    return xored
 
 
 def keep_mask(
@@ -108,7 +108,7 @@ def keep_mask(
     Args:
         p: probability of dropping, in [0, 1).
         seed: 64 bits; negative numbers stand for their two's complement.
-        offset: an integer of which the low 32 bits are used.
+        offset: an integer; its low 32 bits are used.
         pairs: [n], the numbers b * heads_q + h of the (batch entry, head) pairs.
         rows, keys: ranges of step 1 of global positions.
 
@@ -129,7 +129,7 @@ def keep_mask(
     c3 = np.full((1, 1, 1, 1, 1), offset & 0xFFFFFFFF)
     key = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     n = c2.shape[0]
-    kept = np.empty((n, blocks_q, 2, 8, blocks_k, 2, 8), dtype=bool)
+    keep = np.empty((n, blocks_q, 2, 8, blocks_k, 2, 8), dtype=bool)
     # Few pairs at a time: the words then stay in the processor's cache.
     together = max(1, _CALLS_AT_ONCE // max(1, blocks_q * blocks_k * 32))
     for start in range(0, n, together):
@@ -138,7 +138,7 @@ def keep_mask(
         # Word 2i + j is for row a + 8i and columns 8j + 2c (low half) and 8j + 2c + 1 (high half).
         for number, word in enumerate(words):
             halves = word.astype("<u4").view("<u2")  # the last axis: c and half
-            np.less(halves, levels, out=kept[part, :, number // 2, :, :, number % 2])
-    grid = kept.reshape(n, blocks_q * BLOCK, blocks_k * BLOCK)
+            np.less(halves, levels, out=keep[part, :, number // 2, :, :, number % 2])
+    grid = keep.reshape(n, blocks_q * BLOCK, blocks_k * BLOCK)
     skip_q, skip_k = rows.start - first_q * BLOCK, keys.start - first_k * BLOCK
     return grid[:, skip_q : skip_q + len(rows), skip_k : skip_k + len(keys)]

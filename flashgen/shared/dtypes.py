@@ -77,7 +77,7 @@ class FloatSums:
 
 @dataclass(frozen=True)
 class OperandDtype:
-    """What is particular to kernels whose q, k and v have one dtype.
+    """The properties of kernels whose q, k and v have this dtype.
 
     Attributes:
         short: its name in the names of kernels.
@@ -87,8 +87,8 @@ class OperandDtype:
         parts: numbers of the type ``mma`` into which an element is split.
         products: matrix products in place of one, for the parts.
         approximates: whether mods may use the hardware's approximations of functions.
-        sums: the sums for learned tensors. Those of float32 problems are float64: sums of thousands
-            of terms in float32 have larger errors than the error rule allows for their results.
+        sums: the sums for learned tensors, in float64 for float32 problems: sums of thousands of
+            terms in float32 have larger errors than the error rule allows for their results.
     """
 
     short: str
@@ -124,17 +124,17 @@ ELEMENTS = {
     "uint8": ElementDtype(1, "unsigned char", "int", range=(0, 2**8 - 1)),
     "bool": ElementDtype(1, "unsigned char", "int", range=(0, 1)),
 }
-"""Dtypes of captured tensors, those of operands among them, by their names."""
+"""Dtypes of captured tensors, which include the dtypes of operands, by their names."""
 
 TENSOR_DTYPES = tuple(ELEMENTS)
-FLOAT_DTYPES = tuple(name for name, each in ELEMENTS.items() if each.range is None)
-ELEMENT_RANGES = {name: each.range for name, each in ELEMENTS.items() if each.range is not None}
-ITEMSIZE = {name: each.itemsize for name, each in ELEMENTS.items()}
+FLOAT_DTYPES = tuple(name for name, dtype in ELEMENTS.items() if dtype.range is None)
+ELEMENT_RANGES = {name: dtype.range for name, dtype in ELEMENTS.items() if dtype.range is not None}
+ITEMSIZE = {name: dtype.itemsize for name, dtype in ELEMENTS.items()}
 
 
 @dataclass(frozen=True)
 class CacheDtype:
-    """How a paged cache holds keys and values as codes of fewer bits than those of q.
+    """A dtype of a paged cache: codes of keys and values with fewer bits than q has.
 
     An element is the float32 product of the code's number and a scale, rounded to the dtype of q.
 
@@ -194,8 +194,8 @@ def is_bool(value: object) -> bool:
 def real_number(value: object) -> float | None:
     """A number of any kind as a float; None for a bool, an array, NumPy's complex numbers and
     texts, which `float` would take in part, and what no float holds."""
-    of_numpy = getattr(getattr(value, "dtype", None), "kind", "f")
-    if is_bool(value) or of_numpy in "cSU" or not hasattr(value, "__float__"):
+    numpy_kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    if is_bool(value) or numpy_kind in "cSU" or not hasattr(value, "__float__"):
         return None
     try:
         return float(value)

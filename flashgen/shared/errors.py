@@ -110,7 +110,7 @@ _PUBLIC = {
 
 
 def called_by_users(
-    error: type[FlashgenError] = InputError, place: Callable[[], str] | None = None
+    error: type[FlashgenError] = InputError, where_of: Callable[[], str] | None = None
 ) -> Callable[[Public], Public]:
     """A decorator of a public function or class: wrong arguments of a call are a FlashgenError.
 
@@ -119,15 +119,15 @@ def called_by_users(
 
     Args:
         error: the class of the error.
-        place: what gives its "where"; by default it names the function.
+        where_of: a function that gives the error's "where"; by default the function is named.
     """
 
     def decorate(public: Public) -> Public:
         if not isinstance(public, type):
-            return cast(Public, _checked(public, error, place))
+            return cast(Public, _checked(public, error, where_of))
         method = "__new__" if issubclass(public, tuple) else "__init__"
-        made = _checked(getattr(public, method), error, place, public.__qualname__)
-        setattr(public, method, made)
+        checked_method = _checked(getattr(public, method), error, where_of, public.__qualname__)
+        setattr(public, method, checked_method)
         if dataclasses.is_dataclass(public) and public.__setattr__ is not object.__setattr__:
             for method in ("__setattr__", "__delattr__"):
                 setattr(public, method, _refuse_change)
@@ -139,39 +139,41 @@ def called_by_users(
 def _checked(
     function: Callable[..., Any],
     error: type[FlashgenError],
-    place: Callable[[], str] | None,
+    where_of: Callable[[], str] | None,
     name: str = "",
 ) -> Callable[..., Any]:
     homes = (home for package, home in _PUBLIC.items() if function.__module__.startswith(package))
     name = f"{next(homes, 'fg')}.{name or function.__qualname__}"
 
     @functools.wraps(function)
-    def checked(*given: Any, **named: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*given, **named)
+            return function(*args, **kwargs)
         except TypeError:
             signature = inspect.signature(function)
             try:
-                signature.bind(*given, **named)
+                signature.bind(*args, **kwargs)
             except TypeError as mistake:
-                what = str(mistake)
+                mismatch = str(mistake)
             else:
                 raise
         bound = ("self", "cls", "_cls")
-        takes = [x for x in signature.parameters.values() if x.name not in bound]
-        shown = inspect.Signature([each.replace(annotation=each.empty) for each in takes])
-        count = len(given) - (len(signature.parameters) - len(takes))
-        needed = [x.name for x in takes if x.default is x.empty and x.kind < x.VAR_POSITIONAL]
-        others = ", and others by name" if len(takes) > len(needed) else ""
-        unknown = next((each for each in named if each not in signature.parameters), "")
-        meant = difflib.get_close_matches(unknown, signature.parameters, 1)
+        parameters = [p for p in signature.parameters.values() if p.name not in bound]
+        shown = inspect.Signature(
+            [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+        )
+        count = len(args) - (len(signature.parameters) - len(parameters))
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+        rest = ", and others by name" if len(parameters) > len(needed) else ""
+        unknown = next((name for name in kwargs if name not in signature.parameters), "")
+        close_names = difflib.get_close_matches(unknown, signature.parameters, 1)
         raise error(
-            f"{name} is called with other arguments than it has: {what}",
-            where=f"the call of {name}" if place is None else place(),
-            numbers=f"{count} by position, {', '.join(named) or 'none'} by name; takes {shown}",
-            way_out=f"{meant[0]}=... instead of {unknown}=..."
-            if meant
-            else f"{name}({', '.join(needed)}){others}",
+            f"{name} is called with other arguments than it has: {mismatch}",
+            where=f"the call of {name}" if where_of is None else where_of(),
+            numbers=f"{count} by position, {', '.join(kwargs) or 'none'} by name; takes {shown}",
+            way_out=f"{close_names[0]}=... instead of {unknown}=..."
+            if close_names
+            else f"{name}({', '.join(needed)}){rest}",
         )
 
     return checked

@@ -1,4 +1,4 @@
-"""What a launch needs of a kernel and of its plan, as plain values: no expressions, no derivation.
+"""The facts of a kernel and its plan that launches need, as plain values, without derivations.
 
 A plan is a `LaunchRules`, and so is the `LaunchFacts` that it makes for its compiled kernel. An
 export stores the latter, so that its kernels are launched without the planner.
@@ -47,8 +47,8 @@ Sizes = tuple[int, int, int, int, int]
 """The sizes of a call: batch, query heads, key heads, queries and keys."""
 
 
-def places_of_columns(dim: int, columns: int) -> tuple[slice, ...]:
-    """The columns of V of each launch, of ``dim`` columns of which a launch computes so many."""
+def column_ranges(dim: int, columns: int) -> tuple[slice, ...]:
+    """The columns of V of each launch, where a launch computes ``columns`` of ``dim`` columns."""
     return tuple(slice(first, min(first + columns, dim)) for first in range(0, dim, columns))
 
 
@@ -90,12 +90,12 @@ class LaunchBlocks:
         return self.count < self.work_tiles
 
     def __str__(self) -> str:
-        what = "which fetch them from a counter" if self.persistent else "one each"
-        return f"tiles     {self.work_tiles:,} for {self.count:,} blocks, {what}: {self.reason}"
+        shares = "which fetch them from a counter" if self.persistent else "one each"
+        return f"tiles     {self.work_tiles:,} for {self.count:,} blocks, {shares}: {self.reason}"
 
 
 class LaunchMachine(NamedTuple):
-    """What the launches of a persistent or interleaved kernel need of a GPU.
+    """The facts of a GPU on which launches of persistent or interleaved kernels depend.
 
     Attributes:
         sms: the multiprocessors of the product that the architecture's facts name.
@@ -133,7 +133,7 @@ class DecodingTile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRules(ABC):
-    """What the launches of a kernel depend on, and their rules: the grid and the sizes of buffers.
+    """The facts and rules of the launches of a kernel: the grid and the sizes of buffers.
 
     Attributes: as in `flashgen.kernels.planner.Plan`.
     """
@@ -200,7 +200,7 @@ class LaunchRules(ABC):
         return any(second == self.kernel for _, second in self.code_path.dependents)
 
     @property
-    def of_splits(self) -> bool:
+    def merges_splits(self) -> bool:
         """Whether a "merge" is one of the results over split keys, whose blocks have 32 columns of
         a row each."""
         return self.kernel == "merge" and self.block_q == 1
@@ -244,7 +244,7 @@ class LaunchRules(ABC):
         if self.owns_keys:
             length, block, heads = seq_k, self.block_k, heads_kv
             heads *= 1 if self.streams else parts
-        if self.of_splits:
+        if self.merges_splits:
             length *= -(-self.head_dim_v // (32 * self.warps))  # a column for each thread
         tiles = -(-length // block)
         if self.cluster > 1:
@@ -258,15 +258,15 @@ class LaunchRules(ABC):
     def paired_heads(self, heads_q: int, heads_kv: int) -> int:
         """Tiles of neighbouring heads that the blocks of a cluster have: 2 where the heads of a
         group have an even number of them, else 1: they have neighbouring tiles of queries."""
-        of_group = heads_q // max(1, heads_kv) // self.heads_per_tile
-        return 2 if self.cluster > 1 and of_group % 2 == 0 else 1
+        tiles_of_group = heads_q // max(1, heads_kv) // self.heads_per_tile
+        return 2 if self.cluster > 1 and tiles_of_group % 2 == 0 else 1
 
     def elements_of_sums(self, batch: int, heads: int, length: int, *, packed: bool = False) -> int:
         """Elements of the float32 sums of a gradient: whole tiles of rows; 0 without sums.
 
         Args:
-            heads, length: those of the gradient: query heads and queries, or key heads times the
-                parts of their groups, and keys.
+            heads, length: of the gradient of queries, query heads and queries; of keys, key heads
+                times the parts of their groups, and keys.
             packed: as in `grid`. The sums of sequence b begin with the tile of its first row in the
                 tensor plus b.
         """
@@ -293,8 +293,8 @@ class LaunchRules(ABC):
 
         Blocks of later keys have fewer causal tiles in each head, so that blocks that walk a whole
         group drift apart by heads: Q, dO and the sums of dQ of all heads between them must stay in
-        L2. A group is halved until those of the heads that run at the same time fit in a share of
-        it. The last part may have fewer heads.
+        L2. A group is halved until these tensors, of the heads that run at the same time, fit in a
+        share of L2. The last part may have fewer heads.
         """
         heads = heads_q // heads_kv
         slots, tiles = self.machine.sms * self.blocks_per_sm, max(1, -(-seq_k // self.block_k))
@@ -340,19 +340,19 @@ class LaunchRules(ABC):
         return bits
 
     def blocks_of(
-        self, work_tiles: int, sms: int | None = None, given: int | None = None
+        self, work_tiles: int, sms: int | None = None, requested: int | None = None
     ) -> LaunchBlocks:
         """The number of blocks of a launch of a persistent kernel (`is_persistent`).
 
         Args:
             work_tiles: the number of work tiles of the launch, the product of `grid`.
-            sms: SMs of the GPU; None for those of the product that the architecture's facts name.
-            given: the caller's number of blocks, at least 1. No more than the work tiles are
+            sms: SMs of the GPU; None for the product that the architecture's facts name.
+            requested: the caller's number of blocks, at least 1. No more than the work tiles are
                 launched.
 
         Raises:
-            PlanError: there are more work tiles than the kernel can count, or ``given`` is not a
-                number of blocks.
+            PlanError: there are more work tiles than the kernel can count, or ``requested`` is not
+                a number of blocks.
         """
         machine = self.machine
         if work_tiles > MAX_WORK_TILES:
@@ -362,22 +362,23 @@ class LaunchRules(ABC):
                 numbers=f"{work_tiles:,} tiles of {self.block_q} rows; at most {MAX_WORK_TILES:,}",
                 way_out="fewer batch entries or heads in one call",
             )
-        if given is not None and self.cluster > 1:
+        if requested is not None and self.cluster > 1:
             raise PlanError(
                 "the blocks of a cluster have one work tile each",
                 where="argument blocks",
-                numbers=f"given {given!r}; {work_tiles:,} work tiles in clusters of {self.cluster}",
+                numbers=f"given {requested!r}; {work_tiles:,} work tiles "
+                f"in clusters of {self.cluster}",
                 way_out="no blocks; or a tile with cluster=1",
             )
-        if given is not None:
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        if requested is not None:
+            if not isinstance(requested, int) or isinstance(requested, bool) or requested < 1:
                 raise PlanError(
                     "blocks is not a number of blocks",
                     where="argument blocks",
-                    numbers=f"given {given!r}: it is 1 or more",
+                    numbers=f"given {requested!r}: it is 1 or more",
                     way_out=f"blocks={machine.sms}, one block per SM, or none: the plan chooses it",
                 )
-            return LaunchBlocks(min(given, work_tiles), work_tiles)
+            return LaunchBlocks(min(requested, work_tiles), work_tiles)
         if self.cluster > 1:
             return LaunchBlocks(work_tiles, work_tiles, "blocks of a cluster have one each")
         slots = (sms or machine.sms) * self.blocks_per_sm
@@ -413,7 +414,7 @@ class LaunchFacts(LaunchRules):
         of_gpu: the facts of the GPU on which launches depend.
         boxes: the boxes that TMA copies of each operand, by its name: columns, rows and heads.
         terms: for exact sums of learned tensors, the elements to whose gradients it adds.
-        others: those of the kernel's plan.
+        other attributes: as in the kernel's plan.
     """
 
     name: str

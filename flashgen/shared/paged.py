@@ -29,7 +29,7 @@ class Contiguous(NamedTuple):
     v: Tensor
     tensors: dict[str, Tensor]
 
-    def of_queries(self, result: Tensor, like: Tensor) -> Tensor:
+    def like_queries(self, result: Tensor, like: Tensor) -> Tensor:
         """A result [1, heads, rows, ...] with the batch entries of the queries ``like``."""
         if like.shape[0] == 1:
             return result
@@ -48,8 +48,8 @@ def contiguous_call(
     """
     table, lengths = (captured[name] for name in PAGE_NAMES)
     coded = dtype_name(k_cache.dtype) in CACHE_DTYPES
-    own = (*PAGE_NAMES, *SCALE_NAMES) if coded else PAGE_NAMES
-    tensors = {name: x for name, x in captured.items() if name not in own}
+    paging_names = (*PAGE_NAMES, *SCALE_NAMES) if coded else PAGE_NAMES
+    tensors = {name: x for name, x in captured.items() if name not in paging_names}
     if BOUNDARIES[0] not in captured:
         rows = torch.full((len(lengths),), q.shape[2], dtype=torch.int32)
         q = one_entry(q)
@@ -77,27 +77,27 @@ def _out_of_pages(
 ) -> Tensor:
     """[1, heads_kv, keys of all sequences, head_dim]; codes as elements of ``dtype``."""
     page_size = cache.shape[2]
-    found = []
+    sequences = []
     if scale is not None:
         scale = expanded_scale(scale, cache)
     for pages, length in zip(table, lengths.tolist(), strict=True):
         used = pages[: -(-length // page_size)].long()
-        rows = taken(cache, used)
+        rows = select_pages(cache, used)
         if scale is not None:
             rows = decoded(rows, scale[used], dtype)
-        found.append(rows.transpose(0, 1).flatten(1, 2)[:, :length])
-    return torch.cat(found, 1)[None]
+        sequences.append(rows.transpose(0, 1).flatten(1, 2)[:, :length])
+    return torch.cat(sequences, 1)[None]
 
 
-def taken(cache: Tensor, pages: Tensor) -> Tensor:
-    """These pages of a cache; torch indexes no 8-bit floats on the CPU, but their bytes."""
+def select_pages(cache: Tensor, pages: Tensor) -> Tensor:
+    """The pages of a cache by their numbers; on the CPU torch indexes 8-bit floats as bytes."""
     if cache.dtype.itemsize > 1:
         return cache[pages]
     return cache.view(torch.uint8)[pages].view(cache.dtype)
 
 
 def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements of codes [..., head_dim] with scales [...]: what kernels multiply."""
+    """The elements of codes [..., head_dim] with scales [...], which kernels multiply."""
     return (codes.float() * scale[..., None]).to(dtype)
 
 

@@ -53,7 +53,7 @@ def from_plain(kind: type[T], data: Any) -> T:
             64 bits are.
     """
     try:
-        return _made(kind, data)  # type: ignore[no-any-return]
+        return _value_of(kind, data)  # type: ignore[no-any-return]
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -62,28 +62,30 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _made(kind: Any, data: Any) -> Any:
+def _value_of(kind: Any, data: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if kind is object:  # nested tuples of plain values
         if isinstance(data, list):
-            return tuple(_made(object, part) for part in data)
+            return tuple(_value_of(object, part) for part in data)
         kind = type(data)
         _check(kind is not dict, object, data)
     if origin in (Union, types.UnionType):
-        return _of_union(args, data)
+        return _value_of_union(args, data)
     if origin is tuple:
         _check(isinstance(data, list), kind, data)
         if args[-1] is ...:
-            return tuple(_made(args[0], part) for part in data)
+            return tuple(_value_of(args[0], part) for part in data)
         _check(len(args) == len(data), kind, data)
-        return tuple(_made(each, part) for each, part in zip(args, data, strict=True))
+        return tuple(
+            _value_of(element_kind, part) for element_kind, part in zip(args, data, strict=True)
+        )
     if origin is not None and issubclass(origin, Mapping):
         _check(isinstance(data, dict), kind, data)
-        return {_made(args[0], key): _made(args[1], part) for key, part in data.items()}
+        return {_value_of(args[0], key): _value_of(args[1], part) for key, part in data.items()}
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = _fields(kind)
         _check(isinstance(data, dict) and set(data) == set(hints), kind, data)
-        return kind(**{name: _made(hint, data[name]) for name, hint in hints.items()})
+        return kind(**{name: _value_of(hint, data[name]) for name, hint in hints.items()})
     fits = type(data) is kind or (kind is float and type(data) is int)
     if type(data) in (int, float):
         fits = fits and abs(data) < 2**63  # which NaN and infinity are not
@@ -93,10 +95,10 @@ def _made(kind: Any, data: Any) -> Any:
     return data
 
 
-def _of_union(kinds: tuple[Any, ...], data: Any) -> Any:
+def _value_of_union(kinds: tuple[Any, ...], data: Any) -> Any:
     for kind in kinds:
         try:
-            return _made(kind, data)
+            return _value_of(kind, data)
         except ValueError:
             continue
     raise ValueError(f"{reprlib.repr(data):.80} is none of {kinds}")

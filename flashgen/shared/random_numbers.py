@@ -9,7 +9,7 @@ the key. One call gives the four numbers of two neighbouring q and two neighbour
 Every word of the counter is taken modulo 2^32. No two streams share a counter, because the third
 word begins with the stream. None shares one with dropout either: the second word of dropout's
 counters is 4 * (k // 16) plus 0 to 3, whose upper two bits are equal for every k of 32 bits, and
-here they differ, because those of k >> 1 are equal before one of them is flipped.
+here they differ, because the upper two bits of k >> 1 are equal before one of them is flipped.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def counter(offset: Any, stream: Any, b: Any, h: Any, q: Any, k: Any) -> tuple[A
 def random_bits(
     seed_low: Any, seed_high: Any, offset: Any, stream: Any, b: Any, h: Any, q: Any, k: Any
 ) -> Any:
-    """24 random bits, of integers or of arrays or tensors of 64-bit ones.
+    """24 random bits from integers, or from arrays or tensors of 64-bit integers.
 
-    Products of 64 bits wrap around, of which shifts and masks take the bits of unsigned ones.
+    Products of 64 bits wrap around; shifts and masks take the same bits as of unsigned products.
     """
     c0, c1, c2, c3 = counter(offset, stream, b, h, q, k)
     k0, k1 = seed_low & _LOW, seed_high & _LOW

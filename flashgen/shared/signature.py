@@ -29,7 +29,7 @@ Calls give them by any of `SCALE_DIMS`; kernels see them expanded to [pages, hea
 """
 
 SCALE_DIMS = ("pages", "cache_heads", "page_size")
-"""The dimensions of these tensors. The heads are those of the caches of a call, not of a whole."""
+"""The dimensions of these tensors. The heads belong to the caches of a call, not of a whole."""
 
 OFFSETS = ("q_offset", "k_offset")
 """Arguments of every operator: the global positions of the first query and of the first key. Where
@@ -46,9 +46,9 @@ positions at which splits begin."""
 
 FIRST_ROW = "first_row"
 ROWS = ("row_lse", "row_slope")
-"""What the kernels of statistics read besides: the position of the first query, a run-time scalar,
-and captured tensors with a number for each row of queries: the normaliser that divides weights, and
-the part of the derivative of a statistic that all scores of a row share."""
+"""The further arguments of kernels of statistics: the position of the first query, a run-time
+scalar, and captured tensors with a number for each row of queries: the normaliser that divides
+weights, and the part of the derivative of a statistic that all scores of a row share."""
 
 
 AXES = ("batch", "heads")
@@ -58,7 +58,7 @@ KEY_HEADS = "heads_kv"
 """The second dimension of k and v, by that name."""
 
 PART_HEADS = "row_heads"
-"""The second dimension of `ROWS` in calls on a part of a whole: "heads" are those of the whole."""
+"""The second dimension of `ROWS` in calls on a part of a whole: "heads" belong to the whole."""
 
 
 def heads_of(scalars: Mapping[str, Any], heads: int) -> tuple[int, int]:
@@ -94,11 +94,11 @@ CHOICE = (
     *("choice_first", "choice_batch", "choice_heads", "choice_seq_q", "choice_seq_k"),
     *("choice_group", "choice_rows"),
 )
-"""What the calls that compute a call with chosen keys read: int32 [batch, 4], the batch entry, the
-first query head, the own block and the key head, counted over all batch entries, of each owner of a
-list; int32 [batch, most], the blocks in its
-list; and run-time scalars, the position of the first query of the call that is computed, its sizes,
-the query heads of a key head, and the rows of a group of queries."""
+"""The arguments of the calls that compute a call with chosen keys: int32 [batch, 4], the batch
+entry, the first query head, the own block and the key head, counted over all batch entries, of each
+owner of a list; int32 [batch, most], the blocks in its list; and run-time scalars, the position of
+the first query of the call that is computed, its sizes, the query heads of a key head, and the rows
+of a group of queries."""
 
 LENGTHS, FIRST_QUERIES, ROW_SINK = "choice_lengths", "choice_q_offset", "choice_sink"
 LSE_OF_LISTS = "choice_lse"
@@ -112,14 +112,14 @@ def tangent_names(learned: Iterable[str], captures: Iterable[str]) -> dict[str, 
 
     It is "<name>_tangent", with underscores after it where that name is taken.
     """
-    taken, found = set(captures), {}
+    used_names, names = set(captures), {}
     for name in learned:
-        of = f"{name}_tangent"
-        while of in taken:
-            of += "_"
-        taken.add(of)
-        found[name] = of
-    return found
+        tangent = f"{name}_tangent"
+        while tangent in used_names:
+            tangent += "_"
+        used_names.add(tangent)
+        names[name] = tangent
+    return names
 
 
 _LIKE_A_FIELD = re.compile(r"_(?:size|stride)_[0-9]+_*\Z")
@@ -167,7 +167,7 @@ class TensorArgument:
 
 
 class BlockLayoutFacts(Protocol):
-    """The block layout of a spec: what the runtime uses of an `fg.BlockSparse`."""
+    """The block layout of a spec: the facts of an `fg.BlockSparse` that the runtime uses."""
 
     def __hash__(self) -> int: ...
     @property
@@ -226,7 +226,7 @@ class CallSignature:
         block_sparse: the block layout; None where all blocks are computed.
         reads_batch: whether the mask or the score depends on the batch index or the batch size.
         zero_divisions: divisions that a call must not make divisions by 0.
-        offsets: those of `OFFSETS` that are captured tensors.
+        offsets: the names in `OFFSETS` of captured tensors.
         split: whether the keys are split, by the scalar `SPLIT`.
         folds: whether one kernel joins the results over the splits, so that none merges them.
         returns_maxima: whether a call has a third result, the largest score of each row.
@@ -236,13 +236,13 @@ class CallSignature:
             where keys and values have the dtype of q.
         shared_kv: whether the values are the first columns of the keys: calls have one tensor, and
             operators get these columns of k as v.
-        normalize: what divides the weighted sums of v: "softmax"; "sum" for the sum of the weights,
-            or "none". The second result of a call is then that sum, or 0. Statistics have "total"
-            and "max", with which it is the sum or the largest of the weights, not rounded, and the
-            first has no meaning.
-        divisible: those of `AXES` of which each part can be computed like a call of its own, with
+        normalize: the divisor of the weighted sums of v: "softmax"; "sum" for the sum of the
+            weights, or "none". The second result of a call is then that sum, or 0. Statistics have
+            "total" and "max", with which it is the sum or the largest of the weights, not rounded,
+            and the first has no meaning.
+        divisible: the axes in `AXES` whose parts can be computed like calls of their own, with
             the same part of captured tensors: mask, score and block layout use the index only to
-            read the dimensions of that name, each of which is read by it.
+            read the dimensions of that name, and read each of them by the index.
         group: the number of query heads of a key head with which heads are divisible, because
             dimensions "heads_kv" are read by h // group; 0 where all numbers will do.
     """
@@ -279,7 +279,7 @@ class CallSignature:
 
     @property
     def boundaries(self) -> tuple[str, ...]:
-        """Those of `BOUNDARIES` that calls give."""
+        """The names in `BOUNDARIES` that calls give."""
         return BOUNDARIES[: 1 if self.paged else 2] if self.packed else ()
 
     @cached_property
@@ -289,7 +289,7 @@ class CallSignature:
 
     @cached_property
     def tangent_names(self) -> dict[str, str]:
-        """By the names of learned tensors, those of their tangents among captured tensors."""
+        """The names of the tangents of learned tensors, by the names of the tensors."""
         captures = [*(x.name for x in self.tensors), *(x.name for x in self.scalars)]
         return tangent_names((x.name for x in self.learned), captures)
 

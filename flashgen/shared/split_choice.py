@@ -45,39 +45,39 @@ LOADS = tuple(
 models, and fewer heads have fewer bytes beside the keys."""
 
 LONG_LOADS = tuple(load for load in LOADS if load.batch * load.keys >= 1 << 15)
-"""The same where a position of the cache has few bytes: those of one short sequence take a few
+"""The loads where a position of the cache has few bytes: one short sequence takes a few
 microseconds, whatever its splits."""
 
 LOADS_OF_ONE = tuple(load._replace(group=group) for group in (16, 64, 128) for load in LONG_LOADS)
-"""The same where values are columns of the keys: 16 to 128 heads share one key head in models with
+"""The loads where values are columns of the keys: 16 to 128 heads share one key head in models with
 latent attention."""
 
 GROUP_OF_ONE = 64
-"""The heads in the middle of these, for which the tile of calls with few rows is planned."""
+"""The middle group of `LOADS_OF_ONE`, for which the tile of calls with few rows is planned."""
 
 HEADS_KV = 8
-"""Key heads for which batch-invariant calls have their splits: those of many models. The number in
-a call is less where ranks share the heads."""
+"""Key heads for which batch-invariant calls have their splits: many models have so many. The number
+in a call is less where ranks share the heads."""
 
 HEADS_KV_OF_ONE = 1
-"""The same where values are columns of the keys: ranks share the query heads of one key head."""
+"""`HEADS_KV` where values are columns of the keys: ranks share the query heads of one key head."""
 
 _FLOAT = 4
 
 STEP = 16
-"""A split is a multiple of the keys of one matrix product, and of those of a tile, so that no score
+"""A split is a multiple of the keys of a matrix product and of the keys of a tile, so that no score
 behind its border is computed. It has two tiles at least, so that one is loaded during another."""
 
 MERGE_WARPS_OF_SM = 20
 """Warps of the kernel that merges parts, which an SM holds at the same time."""
 
 SPLITS_OF_GROUP = 8
-"""Neighbouring splits whose results are joined in pairs, and these in pairs, before those of groups
-are added up in order: a thread block may have any aligned power of two of them, the bits are the
-same. A longer group would have more of its results set aside at the same time."""
+"""Neighbouring splits whose results are joined in pairs, and these in pairs, before the results of
+groups are added up in order: with any aligned power of two of them in a thread block, the bits are
+the same. A longer group would set more of its results aside at the same time."""
 
 RUNS = tuple(1 << level for level in range(SPLITS_OF_GROUP.bit_length()))
-"""Splits that a thread block may have of its rows, of which it writes a part: up to a group."""
+"""Splits of its rows that a thread block may have where it writes a part: up to a group."""
 
 ALL_SPLITS = 0
 """The run of a block that has all splits of its rows, and writes the result."""
@@ -86,7 +86,7 @@ AS_FAST = 1.02
 """Predicted times that are about the same, in ratio: fewer parts take less memory then."""
 
 PARTS_IN_FLIGHT = 32
-"""Parts of which each lane of that kernel, whose blocks are warps, has an element in flight."""
+"""Parts whose elements a lane of the merging kernel loads at once; its blocks are warps."""
 
 _MOST_KEYS = 1 << 13
 
@@ -97,7 +97,7 @@ class SplitCall(NamedTuple):
     """The sizes of a call with split keys on which its predicted time depends, or of several calls.
 
     Attributes:
-        keys: those of a sequence.
+        keys: keys of a sequence.
         key_heads: key heads of all sequences.
         rows: query rows of all heads.
         tiles: work tiles of one split.
@@ -117,18 +117,18 @@ class PredictedCall(NamedTuple):
     Attributes:
         work_tiles, rounds: of the forward kernel.
         forward, merge: the times of both launches.
-        moved: that of the forward kernel, if global memory alone decided.
+        hbm: the time of the forward kernel, if global memory alone decided.
     """
 
     work_tiles: Numbers
     rounds: Numbers
     forward: Numbers
     merge: Numbers
-    moved: Numbers
+    hbm: Numbers
 
     @property
     def time(self) -> Numbers:
-        """That of both launches."""
+        """The time of both launches."""
         return self.forward + self.merge
 
 
@@ -167,10 +167,10 @@ def times_of_runs(
         tiles=math.prod(rules.grid(*sizes, keys, packed=packed)),
         uneven=by_position and 2 * seq_q >= keys,
     )
-    kernel = SplitKernel.of(rules, tile, sms)
+    kernel = SplitKernel.from_rules(rules, tile, sms)
     runs = (ALL_SPLITS, *(run for run in RUNS if run == 1 or run < splits))
-    found = {run: float(kernel.predicted(call, size, run).time) for run in runs}
-    return MappingProxyType(found)
+    times = {run: float(kernel.predicted(call, size, run).time) for run in runs}
+    return MappingProxyType(times)
 
 
 def fastest_run(times: Mapping[int, float]) -> int:
@@ -180,25 +180,25 @@ def fastest_run(times: Mapping[int, float]) -> int:
         times: by run, of `RUNS` and `ALL_SPLITS`; without any, a block has one split.
     """
     most = AS_FAST * min(times.values(), default=0)
-    found = [run for run, time in times.items() if time <= most]
-    return max(found, key=lambda run: run or math.inf, default=RUNS[0])
+    fast_runs = [run for run, time in times.items() if time <= most]
+    return max(fast_runs, key=lambda run: run or math.inf, default=RUNS[0])
 
 
 def early_parts(arch: str) -> int:
     """Parts that all blocks of a merge may load beside the LSE, which tell what they need.
 
-    Those without keys are loaded in vain. Up to this number they take global memory no longer than
-    the wait for the LSE that is saved.
+    Parts without keys are loaded in vain. Up to this number of parts, global memory takes no longer
+    than the wait for the LSE that is saved.
     """
     gpu = facts(arch)
     return int(gpu.memory_latency * gpu.hbm_bytes_per_s / gpu.clock_hz / (32 * _FLOAT))
 
 
 def waits_of_merge(arch: str, blocks: int | Numbers, splits: int | Numbers) -> Numbers:
-    """Loads of a merge of which each needs the one before: of LSE and, unless early, of O.
+    """Loads of a merge that wait for each other: of LSE and, unless early, of O.
 
     Args:
-        blocks: those of the launch.
+        blocks: blocks of the launch.
         splits: the parts of a row.
     """
     return np.where(blocks * np.minimum(splits, PARTS_IN_FLIGHT) <= early_parts(arch), 1, 2)
@@ -209,7 +209,7 @@ class SplitKernel:
     """The forward kernel of calls with split keys, and the time that its calls take.
 
     Attributes:
-        arch: the architecture, whose product's rates are those of each SM.
+        arch: the architecture, whose product has the rates of each SM.
         sms: SMs of the GPU.
         tile: the tile of the calls.
         block_k: keys of a tile.
@@ -225,7 +225,7 @@ class SplitKernel:
     columns: int
 
     @staticmethod
-    def of(kernel: LaunchRules, tile: DecodingTile, sms: int) -> SplitKernel:
+    def from_rules(kernel: LaunchRules, tile: DecodingTile, sms: int) -> SplitKernel:
         """The kernel of a plan, or of its facts, with the tile that calls have."""
         e = kernel.itemsize
         row_bytes = (e * kernel.head_dim, e * kernel.head_dim_v)
@@ -243,8 +243,10 @@ class SplitKernel:
 
     def bound(self, call: SplitCall) -> float | Numbers:
         """The clocks in which K, V, q and out move once."""
-        moved = call.key_heads * call.keys * self.tile.key_bytes + call.rows * sum(self.row_bytes)
-        return moved / self._hbm_rate
+        bytes_moved = call.key_heads * call.keys * self.tile.key_bytes + call.rows * sum(
+            self.row_bytes
+        )
+        return bytes_moved / self._hbm_rate
 
     def predicted(self, call: SplitCall, size: int | Numbers, run: int | Numbers) -> PredictedCall:
         """The predicted time, by the formulas of `flashgen.kernels.planner.duration`.
@@ -259,14 +261,14 @@ class SplitKernel:
             run: the neighbouring splits of a block, of `RUNS` or `ALL_SPLITS`.
         """
         gpu, tile = facts(self.arch), self.tile
-        of_q, of_out = self.row_bytes
-        of_part = _FLOAT * (self.columns + 1)
+        q_bytes, out_bytes = self.row_bytes
+        part_bytes = _FLOAT * (self.columns + 1)
         splits, writes_parts = np.ceil(call.keys / size), np.asarray(run) != ALL_SPLITS
-        own = np.where(writes_parts, run, splits)
-        parts = np.ceil(splits / own)
-        results = np.where(writes_parts, parts * of_part, of_out)
-        moved = call.key_heads * call.keys * tile.key_bytes + call.rows * (of_q + results)
-        hbm: Numbers = moved / self._hbm_rate
+        splits_of_block = np.where(writes_parts, run, splits)
+        parts = np.ceil(splits / splits_of_block)
+        results = np.where(writes_parts, parts * part_bytes, out_bytes)
+        bytes_moved = call.key_heads * call.keys * tile.key_bytes + call.rows * (q_bytes + results)
+        hbm: Numbers = bytes_moved / self._hbm_rate
 
         work_tiles = call.tiles * parts
         resident = np.minimum(len(tile.clocks), np.ceil(work_tiles / self.sms))
@@ -274,14 +276,14 @@ class SplitKernel:
         clocks = np.take(tile.clocks, resident.astype(int) - 1)
         waves = work_tiles / slots
         rounds = np.ceil(waves)
-        written = np.where(writes_parts, _FLOAT * self.columns, of_out)
-        of_edges = call.rows / call.tiles * (of_q + written)
-        longest = np.minimum(size * own, call.keys)
-        keys = longest + self.block_k * (1 + tile.restarted * (own - 1))
-        of_tile = clocks * keys + of_edges / gpu.l2_bytes_per_clock
-        of_all = np.maximum(1, waves) if call.uneven else rounds
-        work = of_all * of_tile * call.keys / (parts * longest)
-        forward = np.maximum(np.maximum(work, hbm), hbm * (rounds - 1) / waves + of_tile)
+        written = np.where(writes_parts, _FLOAT * self.columns, out_bytes)
+        edge_bytes = call.rows / call.tiles * (q_bytes + written)
+        longest = np.minimum(size * splits_of_block, call.keys)
+        keys = longest + self.block_k * (1 + tile.restarted * (splits_of_block - 1))
+        tile_clocks = clocks * keys + edge_bytes / gpu.l2_bytes_per_clock
+        work_rounds = np.maximum(1, waves) if call.uneven else rounds
+        work = work_rounds * tile_clocks * call.keys / (parts * longest)
+        forward = np.maximum(np.maximum(work, hbm), hbm * (rounds - 1) / waves + tile_clocks)
         merge = np.where(writes_parts & (splits > 1), self._merge(call.rows, parts), 0)
         return PredictedCall(work_tiles, rounds, forward, merge, hbm)
 
@@ -291,14 +293,14 @@ class SplitKernel:
         warps = math.ceil(self.columns / 32)
         blocks = rows * warps
         resident = np.minimum(MERGE_WARPS_OF_SM, np.ceil(blocks / self.sms))
-        of_row = parts * _FLOAT * (self.columns + 1) + self.row_bytes[1] + _FLOAT
-        of_block, latency = of_row / warps, gpu.memory_latency
-        from_l2 = latency + of_block * resident / gpu.l2_bytes_per_clock
-        in_turn = latency * of_block / (32 * _FLOAT * PARTS_IN_FLIGHT)
+        row_bytes = parts * _FLOAT * (self.columns + 1) + self.row_bytes[1] + _FLOAT
+        warp_bytes, latency = row_bytes / warps, gpu.memory_latency
+        from_l2 = latency + warp_bytes * resident / gpu.l2_bytes_per_clock
+        in_turn = latency * warp_bytes / (32 * _FLOAT * PARTS_IN_FLIGHT)
         waits = waits_of_merge(self.arch, blocks, parts) - 1
         rounds = np.ceil(blocks / (self.sms * MERGE_WARPS_OF_SM))
-        of_blocks = rounds * (waits * latency + np.maximum(from_l2, in_turn))
-        merge: Numbers = np.maximum(of_blocks, rows * of_row / self._hbm_rate)
+        clocks = rounds * (waits * latency + np.maximum(from_l2, in_turn))
+        merge: Numbers = np.maximum(clocks, rows * row_bytes / self._hbm_rate)
         return merge
 
 
@@ -323,12 +325,12 @@ class SplitPlan:
     def size_of(self, call: CheckedCall, *, paged: bool) -> int:
         """The split_size of a call that gives none; 0: its keys are not split.
 
-        With contiguous keys, a call has few query rows if those of all heads that share a key head
-        fit in one tile, and are not more than the keys of a split: one thread block would have all
-        keys of a key head. Two tiles are few where values are columns of the keys: 128 heads share
-        these, and a tile has 64 rows. Keys of one split are not divided. With pages the keys of
-        every call are split, because a row has the same bits in all of them. The batch decides in
-        neither case.
+        With contiguous keys, a call has few query rows if the rows of all heads that share a key
+        head fit in one tile, and are not more than the keys of a split: one thread block would have
+        all keys of a key head. Two tiles are few where values are columns of the keys: 128 heads
+        share these, and a tile has 64 rows. Keys of one split are not divided. With pages the keys
+        of every call are split, because a row has the same bits in all of them. The batch decides
+        in neither case.
         """
         few = call.query_rows <= min(self.few_rows, self.size) and call.seq_k > self.size
         return self.size if paged or few else 0
@@ -339,16 +341,18 @@ class SplitPlan:
         return float(mean_times(self, np.array(self.size)))
 
     @property
-    def of_prefill(self) -> float:
+    def prefill_ratio(self) -> float:
         """The time of a prefill over that with the cheapest tile and without splits."""
-        return float(_of_prefill(self.kernel, np.array(self.size)))
+        return float(_prefill_ratio(self.kernel, np.array(self.size)))
 
     def fastest(self, load: Load) -> tuple[int, PredictedCall]:
         """The `fastest_run` of a load, and its predicted time."""
         call = self.call_of(load)
-        found = {run: self.kernel.predicted(call, self.size, run) for run in (ALL_SPLITS, *RUNS)}
-        run = fastest_run({run: float(each.time) for run, each in found.items()})
-        return run, found[run]
+        predictions = {
+            run: self.kernel.predicted(call, self.size, run) for run in (ALL_SPLITS, *RUNS)
+        }
+        run = fastest_run({run: float(prediction.time) for run, prediction in predictions.items()})
+        return run, predictions[run]
 
     def call_of(self, load: Load) -> SplitCall:
         """The sizes of a load."""
@@ -370,18 +374,19 @@ class SplitPlan:
             "bytes + idle + merge; the splits in a block"
         )
         for load in self.loads:
-            run, found = self.fastest(load)
+            run, prediction = self.fastest(load)
             bound = self.kernel.bound(self.call_of(load))
-            moved, forward, merge = (
-                float(each) / bound for each in (found.moved, found.forward, found.merge)
+            hbm, forward, merge = (
+                float(clocks) / bound
+                for clocks in (prediction.hbm, prediction.forward, prediction.merge)
             )
             yield (
                 f"  {load.batch:>4} x {load.keys:>7,} keys for {load.group:>3} heads   "
-                f"{int(found.work_tiles):>5,} tiles in {int(found.rounds):>2} rounds   "
-                f"{forward + merge:.3f} = {moved:.3f} + {forward - moved:.3f} + {merge:.3f}   "
+                f"{int(prediction.work_tiles):>5,} tiles in {int(prediction.rounds):>2} rounds   "
+                f"{forward + merge:.3f} = {hbm:.3f} + {forward - hbm:.3f} + {merge:.3f}   "
                 f"{run or 'all':>3}"
             )
-        yield f"  a prefill over one without splits, in its best tile: {self.of_prefill:.3f}"
+        yield f"  a prefill over one without splits, in its best tile: {self.prefill_ratio:.3f}"
 
 
 def choose_split(
@@ -394,24 +399,26 @@ def choose_split(
             head in a tile.
         heads_kv: key heads.
         sms: SMs of the GPU.
-        invariant: whether a prefill decides as much as `LOADS`: that of training, for the splits
+        invariant: whether a prefill, as in training, decides as much as `LOADS`, for the splits
             of batch-invariant calls.
     """
     assert kernel.decoding is not None, "a kernel of served calls"
     step = math.lcm(STEP, kernel.block_k)
-    served = SplitKernel.of(kernel, kernel.decoding, sms)
-    has_codes = served.tile.key_bytes < sum(served.row_bytes)  # where V is a tensor of its own
+    split_kernel = SplitKernel.from_rules(kernel, kernel.decoding, sms)
+    has_codes = split_kernel.tile.key_bytes < sum(
+        split_kernel.row_bytes
+    )  # where V is a tensor of its own
     plan = SplitPlan(
         size=2 * step,
         few_rows=kernel.block_q * (2 if kernel.one_tensor else 1),
         heads_kv=heads_kv,
         loads=LOADS_OF_ONE if kernel.one_tensor else LONG_LOADS if has_codes else LOADS,
-        kernel=served,
+        kernel=split_kernel,
     )
     sizes = np.arange(2 * step, max(_MOST_KEYS, 2 * step) + 1, step)
     times = mean_times(plan, sizes)
     if invariant:
-        times = times * _of_prefill(served, sizes)
+        times = times * _prefill_ratio(split_kernel, sizes)
     return replace(plan, size=int(sizes[np.argmin(times)]))
 
 
@@ -420,26 +427,26 @@ def mean_times(plan: SplitPlan, sizes: Numbers) -> Numbers:
 
     A load weighs as much as another one whose time changes by the same factor.
     """
-    of_loads = zip(*(plan.call_of(load)[:4] for load in plan.loads), strict=True)
-    keys, key_heads, rows, tiles = (np.reshape(each, (-1, 1, 1)) for each in of_loads)
+    load_sizes = zip(*(plan.call_of(load)[:4] for load in plan.loads), strict=True)
+    keys, key_heads, rows, tiles = (np.reshape(values, (-1, 1, 1)) for values in load_sizes)
     calls = SplitCall(keys, key_heads, rows, tiles)
     runs = np.reshape((ALL_SPLITS, *RUNS), (-1, 1))
     times = plan.kernel.predicted(calls, np.reshape(sizes, -1), runs).time
     logs = np.log(times.min(1, keepdims=True) / plan.kernel.bound(calls))
     # One load after another: numpy's own sum has an order that depends on the number of sizes.
-    found: Numbers = np.exp(sum(logs) / len(plan.loads))
-    return found.reshape(sizes.shape)
+    means: Numbers = np.exp(sum(logs) / len(plan.loads))
+    return means.reshape(sizes.shape)
 
 
-def _of_prefill(kernel: SplitKernel, sizes: Numbers) -> Numbers:
+def _prefill_ratio(kernel: SplitKernel, sizes: Numbers) -> Numbers:
     """The time of a prefill over that with the cheapest tile and without splits.
 
     In each split of a block nothing overlaps one step, Q is read again, and the O of the splits
     before is written and read.
     """
-    tile, (of_q, _) = kernel.tile, kernel.row_bytes
-    moved = (of_q + 2 * _FLOAT * kernel.columns) / facts(kernel.arch).l2_bytes_per_clock
-    return tile.cost / tile.least_cost * (1 + (kernel.block_k + moved / tile.cost) / sizes)
+    tile, (q_bytes, _) = kernel.tile, kernel.row_bytes
+    l2_clocks = (q_bytes + 2 * _FLOAT * kernel.columns) / facts(kernel.arch).l2_bytes_per_clock
+    return tile.cost / tile.least_cost * (1 + (kernel.block_k + l2_clocks / tile.cost) / sizes)
 
 
 def usual_group(*, one_tensor: bool) -> int:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from flashgen.shared import config
-from flashgen.shared.arch import known
+from flashgen.shared.arch import known_archs
 from flashgen.shared.paths import PATHS
 from tests.support.commands import CAUSAL, flashgen
 from tests.support.paths import ROOT
@@ -247,5 +247,5 @@ def test_the_help_names_each_status_and_each_architecture():
     for variable in re.findall(r"^FLASHGEN_\w+", config.__doc__ or "", re.MULTILINE):
         assert f"{variable}," in text or f"{variable}." in text
     of_plan = "".join(flashgen("plan", "--help").stdout.replace("│", "").split())
-    for arch in (*known(), *PATHS):
+    for arch in (*known_archs(), *PATHS):
         assert arch in of_plan

@@ -353,7 +353,7 @@ def test_positions_below_0_take_the_kernel_that_rounds_down(
     assert ("fast_div(k, " in body) != below
     if below:
         named = "k_offset" if k_offset < 0 else "q_offset"
-        ranges = CallRanges.of(
+        ranges = CallRanges.from_call(
             {"batch": 1, "heads": 1, "seq_q": 40, "seq_k": 40},
             {"q_offset": q_offset, "k_offset": k_offset},
             numbers["scalars"],

@@ -10,7 +10,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.kernels.pipeline import Build, build_backward
-from flashgen.shared.arch import known
+from flashgen.shared.arch import known_archs
 from flashgen.shared.paths import PATHS
 from tests.support.examples import SPEC_IDS, SPECS
 from tests.support.judged import check_gates
@@ -24,7 +24,7 @@ LEARNED = [
     if any(tensor.grad and tensor is not spec.sink for tensor in spec.tensors)
 ]
 BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
-ARCHS = sorted({*known(), *PATHS}, key=lambda name: (len(name.rstrip("a")), name))
+ARCHS = sorted({*known_archs(), *PATHS}, key=lambda name: (len(name.rstrip("a")), name))
 
 
 def both_ways(spec: fg.AttentionSpec, arch: str) -> list[Build]:

@@ -181,7 +181,7 @@ def test_an_element_that_is_the_same_for_a_whole_call_is_read_once() -> None:
     program = compiled((expr,), torch.float32)
     reads = [
         [step for step in steps if getattr(step.function, "func", None) is elements.read]
-        for steps in (program.once, program.each)
+        for steps in (program.once, program.per_tile)
     ]
     assert [len(steps) for steps in reads] == [1, 1]
     assert torch.sigmoid in {step.function for step in program.once}

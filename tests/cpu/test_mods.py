@@ -87,14 +87,14 @@ def test_what_is_the_same_for_a_whole_call_is_computed_once() -> None:
     ).expr
     program = compiled((expr,), torch.float32)
     assert {step.function for step in program.once} >= {torch.exp}
-    assert torch.exp not in {step.function for step in program.each}
-    assert [step.function for step in program.each].count(torch.tanh) == 1
+    assert torch.exp not in {step.function for step in program.per_tile}
+    assert [step.function for step in program.per_tile].count(torch.tanh) == 1
 
 
 def test_value_and_derivative_share_what_they_have_in_common() -> None:
     score = trace_score(lambda s, b, h, q, k: 50 * fg.tanh(s / 50)).expr
     program = compiled((score, sympy.diff(score, SCORE)), torch.float32)
-    assert [step.function for step in program.each].count(torch.tanh) == 1
+    assert [step.function for step in program.per_tile].count(torch.tanh) == 1
 
 
 def test_distances_are_exact_far_from_the_origin() -> None:

@@ -509,7 +509,7 @@ def wrong(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dic
             reference,
             same[what],
             factor=OUTPUT_FACTOR if what == "out" else GRADIENT_FACTOR,
-            kept=kept[what],
+            from_rounded=kept[what],
         )
         for what, reference in exact.items()
     }

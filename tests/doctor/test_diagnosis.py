@@ -12,7 +12,7 @@ import pytest
 from flashgen.calls import trust
 from flashgen.calls.launch import gpu_facts
 from flashgen.calls.trust import trial
-from flashgen.shared.arch import known
+from flashgen.shared.arch import known_archs
 from flashgen.shared.errors import CompileError
 from flashgen.tools.cli import app
 from flashgen.tools.doctor import diagnosis, machine
@@ -24,7 +24,7 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.tiers import slow
 from tests.trust.test_decision import hopper
 
-ARCHS = known()
+ARCHS = known_archs()
 FITTING = MachineFacts(
     flashgen="0.1.0",
     templates="0" * 16,

@@ -68,7 +68,7 @@ def test_the_winner_is_right_remembered_and_taken(which, tmp_path, monkeypatch):
     assert winner.seconds is not None
     if gpu.DRY:
         monkeypatch.setattr(tuned, "gpu_name", lambda index: "dry run")
-    where = tuned.place(tmp_path, tuned.gpu_name(0), spec, gpu.arch(), which, problem)
+    where = tuned.tiles_file(tmp_path, tuned.gpu_name(0), spec, gpu.arch(), which, problem)
     assert tuned.write(where, Winner(winner.choice.tiles, winner.seconds, 0.0))
     assert tuned.remembered(spec, gpu.arch(), which, problem, 0) == winner.choice.tiles
     if gpu.DRY:

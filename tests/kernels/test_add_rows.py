@@ -32,7 +32,7 @@ def added(
         if place < BLOCKS:
             expected[place] += block.float()
     target = target_of("emulator", arch, total.device)
-    add_rows(total, rows, Order.of(places, BLOCKS), target, LaunchOptions())
+    add_rows(total, rows, Order.by_sums(places, BLOCKS), target, LaunchOptions())
     return total, expected
 
 

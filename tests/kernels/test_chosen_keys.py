@@ -290,14 +290,14 @@ def test_a_block_that_is_none_makes_its_group_nan(
 def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(PAIRS, (1, 2, 1, 20, 64), "sm_80")
     run = call.forward()
-    lists_of = KeyRows.of_blocks_of
+    lists_of = KeyRows.by_block
 
     def short(*given: Any) -> KeyRows:
         made = lists_of(*given)
         groups, lengths = made.pages
         return made._replace(pages=(groups, (lengths - 1).clamp_min(0)))
 
-    monkeypatch.setattr(KeyRows, "of_blocks_of", short)
+    monkeypatch.setattr(KeyRows, "by_block", short)
     verdicts = call.verdicts(call.backward(run))
     assert not verdicts["dk"].ok
     assert not verdicts["dv"].ok
@@ -306,15 +306,15 @@ def test_the_oracle_finds_lists_by_keys_that_miss_a_group(monkeypatch: pytest.Mo
 def test_the_oracle_finds_keys_of_lists_that_miss_one(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(KEYS, (1, 2, 1, 20, 64), "sm_80", 9, q_offset=64)
     run = call.forward()
-    lists_of = KeyRows.of_groups_of
+    lists_of = KeyRows.by_group
 
     def short(*given: Any) -> KeyRows:
         made = lists_of(*given)
-        places = made.places.clone()
+        places = made.key_blocks.clone()
         places[0, 0] = made.sizes.blocks  # of no block
-        return made._replace(places=places)
+        return made._replace(key_blocks=places)
 
-    monkeypatch.setattr(KeyRows, "of_groups_of", short)
+    monkeypatch.setattr(KeyRows, "by_group", short)
     verdicts = call.verdicts(call.backward(run))
     assert not verdicts["dk"].ok
     assert not verdicts["dv"].ok

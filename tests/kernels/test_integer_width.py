@@ -93,7 +93,7 @@ def assumptions(spec: fg.AttentionSpec) -> tuple[Any, ...]:
 
 def ranges(**scalars: int) -> CallRanges:
     sizes = {"batch": 1, "heads": 2, "seq_q": 40, "seq_k": 40}
-    return CallRanges.of(sizes, {"q_offset": 0, "k_offset": 0}, scalars)
+    return CallRanges.from_call(sizes, {"q_offset": 0, "k_offset": 0}, scalars)
 
 
 def test_the_border_is_the_largest_int32() -> None:
@@ -109,8 +109,8 @@ def test_the_border_is_the_largest_int32() -> None:
 def test_offsets_that_only_the_device_knows_may_be_any() -> None:
     spec = fg.AttentionSpec(lambda batch, h, q, k: (q - k) * 3 % 7 < near, name="far")
     sizes = {"batch": 1, "heads": 2, "seq_q": 40, "seq_k": 40}
-    known = CallRanges.of(sizes, {"q_offset": 7, "k_offset": 7}, {"near": 1})
-    unknown = CallRanges.of(sizes, {"q_offset": None, "k_offset": 7}, {"near": 1})
+    known = CallRanges.from_call(sizes, {"q_offset": 7, "k_offset": 7}, {"near": 1})
+    unknown = CallRanges.from_call(sizes, {"q_offset": None, "k_offset": 7}, {"near": 1})
     assert beyond_int32(assumptions(spec), known) == ""
     assert beyond_int32(assumptions(spec), unknown) == ""
     spec = fg.AttentionSpec(lambda batch, h, q, k: (q - k) * 8 % 7 < near, name="farther")
@@ -136,13 +136,13 @@ def test_ranges_of_calls_are_shared_between_lengths() -> None:
     def rounded(length: int) -> CallRanges:
         sizes = {"batch": 1, "heads": 2, "seq_q": 1, "seq_k": length}
         offsets = {"q_offset": length - 1, "k_offset": 0}
-        return CallRanges.of(sizes, offsets, {}).rounded()
+        return CallRanges.from_call(sizes, offsets, {}).rounded()
 
     assert rounded(5000) == rounded(5001)
     sizes, offsets = (
         {"batch": 3, "heads": 5, "seq_q": 1, "seq_k": 9},
         {"q_offset": -4, "k_offset": 0},
     )
-    exact = CallRanges.of(sizes, offsets, {})
+    exact = CallRanges.from_call(sizes, offsets, {})
     for (low, high), (lower, higher) in zip(exact.ends, exact.rounded().ends, strict=True):
         assert lower <= low <= high <= higher

@@ -83,10 +83,12 @@ def check(found: dict[str, Tensor], spec: fg.AttentionSpec, *qk: Tensor, **numbe
     request = ALL if spec.is_softmax else OF_WEIGHTS
     exact = reference.statistics(spec, *qk, request, **numbers)
     same = reference.statistics(spec, *qk, request, exact=False, **numbers)
-    kept = reference.statistics(spec, *qk, request, kept=True, **numbers)
+    kept = reference.statistics(spec, *qk, request, from_rounded=True, **numbers)
     assert found.keys() == exact.keys()
     assert all(value.dtype == torch.float32 for value in found.values())
-    verdicts = {x: reference.compare(found[x], exact[x], same[x], kept=kept[x]) for x in exact}
+    verdicts = {
+        x: reference.compare(found[x], exact[x], same[x], from_rounded=kept[x]) for x in exact
+    }
     wrong = {name: str(verdict) for name, verdict in verdicts.items() if not verdict.ok}
     assert not wrong, f"{spec.name}: {wrong}"
 

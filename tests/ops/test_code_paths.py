@@ -41,7 +41,7 @@ def test_a_decision_in_a_capture_holds_for_its_call_only(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op = fg.attention(fg.AttentionSpec(head_dim=16, name="provisional"))
-    passing = Decision("sm_80", "a CUDA graph is being captured", settled=False)
+    passing = Decision("sm_80", "a CUDA graph is being captured", is_final=False)
     left = deciding(monkeypatch, passing, passing, Decision("sm_80", "it passed"))
     given = [tensor.detach() for tensor in operands()]
     reasons = []

@@ -269,9 +269,9 @@ CHAINS = {
 @pytest.mark.parametrize("kind", CHAINS)
 def test_finding_reads_takes_time_linear_in_nested_choices(kind, monkeypatch):
     steps = []
-    joined = reads._joined
+    combined = reads._combined
     monkeypatch.setattr(
-        reads, "_joined", lambda *given: (steps.append(len(given[-1])), joined(*given))[1]
+        reads, "_combined", lambda *given: (steps.append(len(given[-1])), combined(*given))[1]
     )
 
     def work_of(count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.shared.arch import KIB, facts, known, paths_of
+from flashgen.shared.arch import KIB, facts, known_archs, paths_of
 from flashgen.shared.errors import PlanError
 
 # Dense fp16 tensor TFLOPS with fp32 sums, as the cited data sheets print them.
@@ -18,14 +18,14 @@ DATASHEET_TFLOPS = {
 }
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", known_archs())
 def test_rates_per_clock_give_the_data_sheet_s_tflops(name):
     arch = facts(name)
     flops = 2 * arch.tensor_16bit * arch.sms * arch.clock_hz  # a multiply-add counts as two
     assert flops / 1e12 == pytest.approx(DATASHEET_TFLOPS[name], rel=0.01)
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", known_archs())
 def test_limits_agree_with_each_other(name):
     arch = facts(name)
     assert arch.smem_per_block == arch.smem_per_sm - 1 * KIB

@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-from flashgen.shared.arch import Arch, facts, known
+from flashgen.shared.arch import Arch, facts, known_archs
 from flashgen.shared.paths import PATHS, CodePath, path_on
 from tests.support.paths import ROOT
 from tests.support.processes import run_python
@@ -74,7 +74,7 @@ def test_the_architectures_with_instructions_of_their_own_have_a_path_of_their_o
         "sm_100a": "sm_80",
         "sm_90": "sm_80",
     }
-    assert {path_on(name).name for name in known()} == {"sm_80"}
+    assert {path_on(name).name for name in known_archs()} == {"sm_80"}
     assert [str(facts(name).code_path) for path in PATHS.values() for name in path.only_on] == [
         path.name for path in PATHS.values() if path.only_on
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import flashgen as fg
-from flashgen.shared.arch import facts, known
+from flashgen.shared.arch import facts, known_archs
 from tests.support.plan_problems import DTYPES, plan_of
 
 KIB = 1024
@@ -77,7 +77,7 @@ def test_the_paper_s_tile_is_never_better_than_the_derived_one():
 
 
 def test_it_is_feasible_wherever_any_tile_is():
-    for arch in known():
+    for arch in known_archs():
         for dtype in DTYPES:
             for head_dim in range(8, 257, 8):
                 each = plan_of(head_dim, dtype, arch, policy="paper")

@@ -18,7 +18,7 @@ from flashgen.kernels.planner.plan_errors import no_tile_fits
 from flashgen.kernels.planner.quantities import Quantities
 from flashgen.kernels.planner.search import cheapest, evaluated, occupancies, shapes
 from flashgen.kernels.planner.tile_problem import problem_of
-from flashgen.shared.arch import facts, known
+from flashgen.shared.arch import facts, known_archs
 from flashgen.shared.launch_facts import LaunchRules
 from tests.support.paths import ROOT
 from tests.support.plan_problems import (
@@ -312,7 +312,7 @@ def test_a_wrong_option_is_refused_by_name(options, what):
 def test_a_suffixed_architecture_is_planned_as_its_chip():
     assert plan_of(64, arch="sm_100a").arch == "sm_100a"
     assert plan_of(64, arch="sm_100a").block_k == plan_of(64, arch="sm_100").block_k
-    assert {plan_of(64, arch=name).path for name in known()} == {"sm_80"}
+    assert {plan_of(64, arch=name).path for name in known_archs()} == {"sm_80"}
 
 
 def test_hopper_has_a_code_path_of_its_own():

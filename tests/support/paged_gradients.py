@@ -112,7 +112,7 @@ class PagedGradient:
                 )
             )
             verdict = reference.compare(
-                found, exact, same, factor=reference.GRADIENT_FACTOR, kept=kept
+                found, exact, same, factor=reference.GRADIENT_FACTOR, from_rounded=kept
             )
             assert verdict.ok, f"sequence {b}: {verdict}"
 

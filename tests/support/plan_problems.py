@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import flashgen as fg
 from flashgen.kernels.planner import BackwardPlan, Plan, plan, plan_backward
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem, problem_of
-from flashgen.shared.arch import KIB, facts, known
+from flashgen.shared.arch import KIB, facts, known_archs
 
 DTYPES = ("float16", "bfloat16", "float32")
 UNEQUAL = ((192, 128), (8, 256), (256, 8), (40, 64), (128, 64), (64, 128))
@@ -27,7 +27,7 @@ def plan_of(head_dim: int, dtype: str = "float16", arch: str = "sm_80", **option
 def every_plan(step: int = 8) -> Iterator[Plan]:
     """Plans of every architecture and dtype, for head dims that are multiples of ``step``."""
     dims = [(d, d) for d in range(8, 257, step)] + list(UNEQUAL)
-    for arch in known():
+    for arch in known_archs():
         for dtype in DTYPES:
             for head_dim, head_dim_v in dims:
                 yield plan_of(head_dim, dtype, arch, head_dim_v=head_dim_v)
@@ -43,7 +43,7 @@ def backward_of(
 def every_backward(step: int = 8) -> Iterator[BackwardPlan]:
     """Backward plans, deterministic or not, as `every_plan`."""
     dims = [(d, d) for d in range(8, 257, step)] + list(UNEQUAL)
-    for arch in known():
+    for arch in known_archs():
         for dtype in ("float16", "float32"):
             for head_dim, head_dim_v in dims:
                 for deterministic in (False, True):

@@ -246,7 +246,7 @@ def meet_the_rule(
     Args:
         same: of ordinary computations in the same dtype; for each result, the least accurate one
             counts.
-        kept: as for `reference.compare`.
+        kept: `from_rounded` of `reference.compare`.
         few: gradients with fewer elements are judged as one.
     """
     assert found.keys() == exact.keys()
@@ -256,7 +256,10 @@ def meet_the_rule(
     for key, value in _pooled(found, exact, few).items():
         rule: dict[str, Any] = {}
         if key != "output":
-            rule = {"factor": GRADIENT_FACTOR, "kept": None if of_kept is None else of_kept[key]}
+            rule = {
+                "factor": GRADIENT_FACTOR,
+                "from_rounded": None if of_kept is None else of_kept[key],
+            }
         least = max((each[key] for each in ordinary), key=lambda x: _rms(x - true[key]))
         verdict = reference.compare(value, true[key], least, **rule)
         assert verdict, f"{key}: {verdict}"

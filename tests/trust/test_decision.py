@@ -96,7 +96,7 @@ def test_a_path_that_fails_gives_way_to_the_next_with_a_warning_that_names_the_p
     with pytest.warns(TrustWarning) as caught:
         found = trust.decide(0, driver=hopper())
     assert found.arch == "sm_90"
-    assert found.settled
+    assert found.is_final
     (warned,) = map(str, (each.message for each in caught))
     assert warned.startswith(f"the code path sm_90 is taken on {HOPPER}: ")
     assert f"sm_90a failed on this GPU: {how}" in warned
@@ -154,7 +154,7 @@ def test_nothing_is_tried_in_the_capture_of_a_graph(trials: Trials) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = trust.decide(0, capturing=in_capture, driver=driver)
-    assert (found.arch, found.settled) == ("sm_90", False)
+    assert (found.arch, found.is_final) == ("sm_90", False)
     assert "a CUDA graph is being captured" in found.why
     assert trials.started == []
     # Behind the capture it is tried.
@@ -169,21 +169,21 @@ def test_in_a_capture_a_path_that_passed_earlier_is_taken(trials: Trials) -> Non
     trust.forget()
     with pytest.warns(TrustWarning, match="sm_90a failed"):
         found = trust.decide(0, capturing=in_capture, driver=hopper())
-    assert (found.arch, found.settled) == ("sm_90", True)
+    assert (found.arch, found.is_final) == ("sm_90", True)
 
 
 def test_in_exclusive_compute_mode_the_warning_says_what_to_run(trials: Trials) -> None:
     trials.behave("sm_90a=pass")
     with pytest.warns(TrustWarning, match="exclusive compute mode; run `flashgen doctor` while"):
         found = trust.decide(0, driver=hopper(compute_mode=3))
-    assert (found.arch, found.settled) == ("sm_90", True)
+    assert (found.arch, found.is_final) == ("sm_90", True)
     assert trials.started == []
 
 
 def test_a_driver_that_is_older_than_the_compiler_is_not_tried(trials: Trials) -> None:
     trials.behave("sm_90a=fail@boxes,sm_90=fail@boxes")
     found = trust.decide(0, driver=hopper(cuda=12_080))
-    assert not found.settled
+    assert not found.is_final
     assert "the driver is older than the compiler" in found.why
     assert trials.started == []
 

@@ -201,7 +201,7 @@ SMALLER = Tile(64, 4, 1, 2)
 
 def keep(root, which="forward", tiles=None, **problem_options):
     winner = tuned.Winner(tiles or {"forward": SMALLER}, 1e-3, 2e-3)
-    where = tuned.place(
+    where = tuned.tiles_file(
         root, "NVIDIA Test (80 GB)", CAUSAL, ARCH, which, problem(**problem_options)
     )
     assert tuned.write(where, winner)
@@ -233,7 +233,7 @@ def test_calls_on_the_gpu_take_the_winner(folder, monkeypatch):
     forward = PreparedForward(setup, Operands(q, k, v))
     tensors = {"q": q, "k": k, "v": v, "o": q}
     assert forward._kernel(16, tensors, {}).bound.build.plan.tile == plan(CAUSAL, ARCH).tile
-    where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "forward", stated)
+    where = tuned.tiles_file(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "forward", stated)
     tuned.write(where, tuned.Winner({"forward": SMALLER}, 1e-3, 2e-3))
     assert forward._kernel(16, tensors, {}).bound.build.plan.tile == SMALLER
     launch = LaunchOptions(sram=60_000)
@@ -248,7 +248,7 @@ def test_operands_that_tma_cannot_take_do_not_get_a_winner_of_its_path(folder, m
     expanded = [tensor.expand(1, 2, 100, 64) for tensor in (k, v)]
     stated = check(CAUSAL, q, k, v, scale=None, q_offset=0, k_offset=0, scalars={})
     hopper = plan(CAUSAL, "sm_90a").tile
-    where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, "sm_90a", "forward", stated)
+    where = tuned.tiles_file(folder, "NVIDIA Test (80 GB)", CAUSAL, "sm_90a", "forward", stated)
     tuned.write(where, tuned.Winner({"forward": hopper}, 1e-3, 2e-3))
     target = backends.Target("gpu", "sm_90a", q.device, 0)
     setup = Setup(program_of(CAUSAL), stated, target)
@@ -264,7 +264,7 @@ def test_tangents_of_all_operands_have_the_winner(folder, monkeypatch):
     own = plan_tangent(TangentPlanRequest.of_all(CAUSAL, ARCH)).tile
     smaller = Tile(16, 4, 1, 1)
     assert own != smaller
-    where = tuned.place(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "tangent", stated)
+    where = tuned.tiles_file(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "tangent", stated)
     tuned.write(where, tuned.Winner({"tangent": smaller}, 1e-3, 2e-3))
     target = backends.Target("gpu", ARCH, call.qkv[0].device, 0)
     setup = Setup(program_of(CAUSAL), stated, target)

@@ -70,30 +70,32 @@ def backward(
     sums = [[torch.zeros(x.numel(), dtype=dtype) for x in learned] for _ in works]
     waiting: dict[int, tuple[ChunkScores, tuple[Any, ...], _Three, int | None]] = {}
     for sequence, problem, chunks in parts or parts_of(spec, q, k, arguments, backward=True):
-        of_q, of_out, of_lse, of_dout, dq = sequence.of_queries(q, out, lse, dout, gradients[0])
-        of_k, of_v, dk, dv = sequence.of_keys(k, v, *gradients[1:])
-        of_dlse = None if dlse is None else sequence.of_queries(dlse)[0]
-        place = problem.learned_sink
+        q_rows, out_rows, lse_rows, dout_rows, dq = sequence.query_rows(
+            q, out, lse, dout, gradients[0]
+        )
+        k_rows, v_rows, dk, dv = sequence.key_rows(k, v, *gradients[1:])
+        dlse_rows = None if dlse is None else sequence.query_rows(dlse)[0]
+        sink_index = problem.learned_sink
         if problem.is_empty:
             _zero(dq, dk, dv)
-            if place is not None and of_dlse is not None:
-                sinks.add_gradient_without_keys(sums[0][place], problem, of_dlse)
+            if sink_index is not None and dlse_rows is not None:
+                sinks.add_gradient_without_keys(sums[0][sink_index], problem, dlse_rows)
             continue
-        of_outputs = OutputGradients(of_out, of_lse, of_dout, of_dlse)
+        output_rows = OutputGradients(out_rows, lse_rows, dout_rows, dlse_rows)
         for chunk in chunks:
-            given = of_q, of_k, of_v, of_outputs
-            waiting[len(waiting)] = chunk, given, (dq, dk, dv), place
-    of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
+            sequence_operands = q_rows, k_rows, v_rows, output_rows
+            waiting[len(waiting)] = chunk, sequence_operands, (dq, dk, dv), sink_index
+    chunk_threads, tile_threads = (threads, 1) if len(waiting) >= threads else (1, threads)
 
     def compute(thread: int, item: int) -> None:
-        chunk, given, results, place = waiting.pop(item)
-        operands = alone(of_tiles, lambda: _operands(chunk, *given))
-        _chunk(chunk, works[thread:], of_tiles, operands, results, sums[thread:])
-        if place is not None:
-            sinks.add_gradient(sums[thread][place], chunk, operands.lse, operands.delta)
+        chunk, sequence_operands, results, sink_index = waiting.pop(item)
+        operands = alone(tile_threads, lambda: _operands(chunk, *sequence_operands))
+        _chunk(chunk, works[thread:], tile_threads, operands, results, sums[thread:])
+        if sink_index is not None:
+            sinks.add_gradient(sums[thread][sink_index], chunk, operands.lse, operands.delta)
 
-    share(of_chunks, len(waiting), compute, fixed=bool(learned))
-    captured = [sum(of_threads[1:], of_threads[0]) for of_threads in zip(*sums, strict=True)]
+    share(chunk_threads, len(waiting), compute, fixed=bool(learned))
+    captured = [sum(thread_sums[1:], thread_sums[0]) for thread_sums in zip(*sums, strict=True)]
     whole = zip(captured, learned, strict=True)
     return *gradients, *(total.view(x.shape).to(x.dtype) for total, x in whole)
 
@@ -140,22 +142,22 @@ def _operands(
 ) -> _ChunkOperands:
     chunk, real = part.chunk, part.problem.real
     out, lse, dout, dlse = outputs
-    lse = chunk.of_queries(lse[..., None]).to(real)
-    dout = chunk.of_queries(dout).to(real)
-    delta = (dout * chunk.of_queries(out).to(real)).sum(-1, keepdim=True)
+    lse = chunk.query_matrices(lse[..., None]).to(real)
+    dout = chunk.query_matrices(dout).to(real)
+    delta = (dout * chunk.query_matrices(out).to(real)).sum(-1, keepdim=True)
     if dlse is not None:
-        delta -= chunk.of_queries(dlse[..., None]).to(real)
+        delta -= chunk.query_matrices(dlse[..., None]).to(real)
     masked = lse == -math.inf
     if not part.problem.spec.is_softmax:
-        lse, masked, delta = _of_weights(part.problem.spec, lse, delta)
-    q, k = chunk.of_queries(q).to(real), chunk.of_keys(k).to(real)
+        lse, masked, delta = _weight_factors(part.problem.spec, lse, delta)
+    q, k = chunk.query_matrices(q).to(real), chunk.key_matrices(k).to(real)
     products = part.problem.products(q, k)
     return _ChunkOperands(
         q=q,
         k=k,
         q_exact=q.to(products.dtype),
         k_exact=k.to(products.dtype),
-        v=chunk.of_keys(v).to(real),
+        v=chunk.key_matrices(v).to(real),
         dout=dout,
         lse=lse,
         top=lse * LOG2_E if products.power_of_2 else lse,
@@ -166,7 +168,9 @@ def _operands(
     )
 
 
-def _of_weights(spec: AttentionSpec, sums: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _weight_factors(
+    spec: AttentionSpec, sums: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The factors that make shares of weights, where their sum is 0, and delta."""
     if not spec.sums_weights:
         return torch.ones_like(sums), torch.zeros_like(sums, dtype=torch.bool), delta.zero_()
@@ -178,7 +182,7 @@ def _chunk(
     part: ChunkScores,
     works: Sequence[Workspace],
     threads: int,
-    of: _ChunkOperands,
+    operands: _ChunkOperands,
     gradients: _Three,
     sums: Sequence[list[Tensor]],
 ) -> None:
@@ -190,8 +194,8 @@ def _chunk(
     """
     chunk, real = part.chunk, part.problem.real
     dq, dk, dv = (
-        chunk.result_for(whole, operand.shape[1], real)
-        for whole, operand in zip(gradients, (of.q, of.k, of.v), strict=True)
+        chunk.result_for(whole, tensor.shape[1], real)
+        for whole, tensor in zip(gradients, (operands.q, operands.k, operands.v), strict=True)
     )
     alone(threads, dq.zero_)
     parts = [dq, *(alone(threads, lambda: torch.zeros_like(dq)) for _ in range(1, threads))]
@@ -200,13 +204,13 @@ def _chunk(
     def compute(thread: int, item: int) -> None:
         keys = tiles[item]
         results = parts[thread], dk[:, keys], dv[:, keys]
-        _key_tile(part, works[thread], keys, of, results, sums[thread])
+        _key_tile(part, works[thread], keys, operands, results, sums[thread])
 
     share(threads, len(tiles), compute, fixed=True)
 
     def finish() -> None:
-        for other in parts[1:]:
-            dq.add_(other)
+        for part in parts[1:]:
+            dq.add_(part)
         chunk.to_queries(gradients[0], dq)
         chunk.to_keys(gradients[1], dk)
         chunk.to_keys(gradients[2], dv)
@@ -218,7 +222,7 @@ def _key_tile(
     part: ChunkScores,
     work: Workspace,
     keys: slice,
-    of: _ChunkOperands,
+    operands: _ChunkOperands,
     gradients: tuple[Tensor, Tensor, Tensor],
     captured: list[Tensor],
 ) -> None:
@@ -230,47 +234,51 @@ def _key_tile(
     problem = part.problem
     dq, dk, dv = gradients
     group, scale = problem.sizes.group, problem.scale
-    k, v = of.k[:, keys], of.v[:, keys]
+    k, v = operands.k[:, keys], operands.v[:, keys]
     # Batched products are fast only where the result is contiguous.
     dk_sum, dv_sum = work.matrix("dk", *k.shape), work.matrix("dv", *v.shape)
     beta = 0  # the first product overwrites the workspace
     for run in part.runs(keys.start, keys.stop):
         rows = slice(run.start, run.stop)
         grouped = slice(run.start * group, run.stop * group)
-        q, dout = of.q[:, grouped], of.dout[:, grouped]
+        q, dout = operands.q[:, grouped], operands.dout[:, grouped]
         shape = q.shape[0], q.shape[1], k.shape[1]
         p, ds = work.matrix("p", *shape), work.matrix("ds", *shape)
 
         bits = None if run.full else part.mask_bits(rows, keys)
-        exact = of.q_exact[:, grouped], of.k_exact[:, keys], of.power_of_2
+        exact = operands.q_exact[:, grouped], operands.k_exact[:, keys], operands.power_of_2
         scores, slope, uses = _scores(part, work, p, rows, keys, exact)
         exponential = problem.spec.is_softmax
-        low = slope is not None or uses or (of.some_masked and problem.programs.score is not None)
+        low = (
+            slope is not None
+            or uses
+            or (operands.some_masked and problem.programs.score is not None)
+        )
         if exponential and low:
             bits = _and_finite(problem, scores, bits)
-        top = part.grouped(of.top[:, grouped])
+        top = part.grouped(operands.top[:, grouped])
         if exponential:
-            exp_(torch.sub(scores, top, out=part.grouped(p)), of.power_of_2)
+            exp_(torch.sub(scores, top, out=part.grouped(p)), operands.power_of_2)
         else:
             torch.mul(scores, top, out=part.grouped(p))
         part.select(p, bits)
-        kept = part.dropout_bits(rows, keys)
+        keep_bits = part.dropout_bits(rows, keys)
 
         # dS' = P * (dP - D + dLSE); the slope of a weight has the weight as a factor, or none.
         dropout_scale = problem.dropout_scale or 1.0
         torch.baddbmm(ds, dout, v.transpose(1, 2), beta=0, alpha=dropout_scale, out=ds)
-        part.select(ds, kept)
-        ds.sub_(of.delta[:, grouped]).mul_(p if exponential else of.top[:, grouped])
-        if of.some_undefined or not exponential:
+        part.select(ds, keep_bits)
+        ds.sub_(operands.delta[:, grouped]).mul_(p if exponential else operands.top[:, grouped])
+        if operands.some_undefined or not exponential:
             part.select(ds, bits)
-        for number, by, places in uses:
-            if isinstance(by, float):
-                add_at(captured[number], places, part.grouped(ds), by)
+        for number, factor, indices in uses:
+            if isinstance(factor, float):
+                add_at(captured[number], indices, part.grouped(ds), factor)
                 continue
             tile = work.matrix("captured", *ds.shape)
-            torch.mul(part.grouped(ds), by, out=part.grouped(tile))
+            torch.mul(part.grouped(ds), factor, out=part.grouped(tile))
             part.select(tile, bits)  # the derivative may be infinite there
-            add_at(captured[number], places, part.grouped(tile), 1.0)
+            add_at(captured[number], indices, part.grouped(tile), 1.0)
         # Of a score function that ignores the score, 0 * NaN is NaN, as in the kernels.
         if slope is not None:
             part.grouped(ds).mul_(slope)
@@ -278,7 +286,7 @@ def _key_tile(
         _narrow(ds, problem)
         _add_product(work, dq[:, grouped], ds, k, scale)
         dk_sum.baddbmm_(ds.transpose(1, 2), q, beta=beta, alpha=scale)
-        part.select(p, kept)
+        part.select(p, keep_bits)
         _narrow(p, problem)
         dv_sum.baddbmm_(p.transpose(1, 2), dout, beta=beta, alpha=dropout_scale)
         beta = 1

@@ -1,4 +1,4 @@
-"""What is computed together: batch entries at the same positions, and chunks of pairs.
+"""Batch entries at the same positions, and chunks of pairs, which are computed together.
 
 A chunk consists of (batch, head) pairs, which share each torch call. Its operands are matrices
 [pairs of a batch entry and a kv head, rows, columns]. The query heads of one group alternate row by
@@ -29,7 +29,7 @@ ELEMENTS = OWNED_ROWS * WALKED_ROWS
 tensors. 512 KiB in float32, which fits in a core's cache."""
 
 ELEMENTS_OF_DEVICES = 64 * ELEMENTS
-"""The same on other devices, where an operation on few elements takes as long as its launch."""
+"""`ELEMENTS` on other devices, where an operation on few elements takes as long as its launch."""
 
 FEW_AT_ONCE = 1 << 16
 """Scores of a call that are computed without tiles: fewer operations matter more than memory."""
@@ -39,28 +39,28 @@ class SequenceRows(NamedTuple):
     """A range of rows of the operands.
 
     Attributes:
-        place: for a packed sequence or a single batch entry, its number and how many there are;
+        index_and_count: for a packed sequence or a single batch entry, its index and their number;
             None for all batch entries.
         offsets: the global positions of the first query and the first key.
         entries: range of batch entries in the operands.
         queries, keys: ranges of rows in q and in k.
     """
 
-    place: tuple[int, int] | None
+    index_and_count: tuple[int, int] | None
     offsets: tuple[int, int]
     entries: slice = slice(None)
     queries: slice = slice(None)
     keys: slice = slice(None)
 
-    def of_queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def query_rows(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the rows of tensors [batch, heads_q, seq_q, ...]."""
-        if self.place is None:
+        if self.index_and_count is None:
             return tensors
         return tuple(tensor[self.entries, :, self.queries] for tensor in tensors)
 
-    def of_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def key_rows(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the rows of tensors [batch, heads_kv, seq_k, ...]."""
-        if self.place is None:
+        if self.index_and_count is None:
             return tensors
         return tuple(tensor[self.entries, :, self.keys] for tensor in tensors)
 
@@ -86,19 +86,19 @@ def sequences(
     if len(set(offsets)) == 1:
         yield SequenceRows(None, offsets[0])
         return
-    for i, of_entry in enumerate(offsets):
-        yield SequenceRows((i, batch), of_entry, slice(i, i + 1))
+    for i, entry_offsets in enumerate(offsets):
+        yield SequenceRows((i, batch), entry_offsets, slice(i, i + 1))
 
 
 def _offsets(
     count: int, tensors: Mapping[str, Tensor], numbers: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """q_offset and k_offset of each batch entry or packed sequence."""
-    of_q, of_k = (
+    q_offsets, k_offsets = (
         tensors[name].expand(count).tolist() if name in tensors else [number] * count
         for name, number in zip(OFFSETS, numbers, strict=True)
     )
-    return list(zip(of_q, of_k, strict=True))
+    return list(zip(q_offsets, k_offsets, strict=True))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Chunk:
         """Whether the chunk has all batch entries and heads."""
         return self.pairs == self.sizes.batch * self.sizes.heads_kv
 
-    def of_queries(self, tensor: Tensor) -> Tensor:
+    def query_matrices(self, tensor: Tensor) -> Tensor:
         """[batch, heads_q, seq_q, x] as this chunk's [pairs, seq_q * group, x].
 
         Contiguous, as batched products need for speed; a view where possible.
@@ -171,7 +171,7 @@ class Chunk:
         part = self._grouped(tensor).permute(0, 1, 3, 2, 4)
         return part.reshape(self.pairs, -1, tensor.shape[3]).contiguous()
 
-    def of_keys(self, tensor: Tensor) -> Tensor:
+    def key_matrices(self, tensor: Tensor) -> Tensor:
         """[batch, heads_kv, seq_k, x] as this chunk's [pairs, seq_k, x], contiguous; a view where
         possible."""
         if self.is_whole and tensor.is_contiguous():
@@ -182,24 +182,30 @@ class Chunk:
         """[pairs, rows, x] of ``dtype`` for a part of ``whole``; a view of it where possible."""
         kv = self.sizes.heads_kv == whole.shape[1]
         if kv and whole.dtype == dtype and whole.is_contiguous():
-            return self.of_keys(whole)
+            return self.key_matrices(whole)
         return torch.empty(self.pairs, rows, whole.shape[3], dtype=dtype)
 
     def to_queries(self, whole: Tensor, part: Tensor) -> None:
-        """Writes [pairs, seq_q * group, x] where `of_queries` of ``whole`` would read it."""
+        """Writes [pairs, seq_q * group, x] where `query_matrices` of ``whole`` would read it."""
         if self.is_whole and whole.data_ptr() == part.data_ptr():
             return
-        of = self._grouped(whole)
-        if of.data_ptr() == part.data_ptr():
+        grouped = self._grouped(whole)
+        if grouped.data_ptr() == part.data_ptr():
             return
-        shape = (of.shape[0], of.shape[1], of.shape[3], of.shape[2], of.shape[4])
-        of.copy_(part.view(shape).permute(0, 1, 3, 2, 4))
+        shape = (
+            grouped.shape[0],
+            grouped.shape[1],
+            grouped.shape[3],
+            grouped.shape[2],
+            grouped.shape[4],
+        )
+        grouped.copy_(part.view(shape).permute(0, 1, 3, 2, 4))
 
     def to_keys(self, whole: Tensor, part: Tensor) -> None:
-        """Writes [pairs, seq_k, x] where `of_keys` of ``whole`` would read it."""
-        of = self._kv(whole)
-        if of.data_ptr() != part.data_ptr():
-            of.copy_(part.view(of.shape))
+        """Writes [pairs, seq_k, x] where `key_matrices` of ``whole`` would read it."""
+        rows = self._kv(whole)
+        if rows.data_ptr() != part.data_ptr():
+            rows.copy_(part.view(rows.shape))
 
     @cached_property
     def batch_and_head(self) -> tuple[Tensor, Tensor]:

@@ -24,41 +24,41 @@ def inside(axis: int, tensor: Tensor, index: Tensor) -> Tensor:
     return index.clamp(0, size - 1).to(torch.int64)
 
 
-def read(dtype: torch.dtype, tensor: Tensor, *places: Tensor) -> Tensor:
+def read(dtype: torch.dtype, tensor: Tensor, *indices: Tensor) -> Tensor:
     """The elements at indices inside the tensor, one for each dimension, in ``dtype``."""
-    if not places:
+    if not indices:
         return tensor.to(dtype)
     strides = tensor.stride()
     if not tensor.is_contiguous():
         reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
         tensor = tensor.as_strided((reach + 1,), (1,))
-    return torch.take(tensor, _sum_of(places, strides).to(tensor.device)).to(dtype)
+    return torch.take(tensor, _element_offsets(indices, strides).to(tensor.device)).to(dtype)
 
 
-def flat_index(tensor: Tensor, *places: Tensor) -> Tensor:
+def flat_index(tensor: Tensor, *indices: Tensor) -> Tensor:
     """Flat indices of elements of a contiguous tensor of this shape."""
     steps, step = [], 1
     for size in reversed(tensor.shape):
         steps.append(step)
         step *= size
-    return _sum_of(places, steps[::-1])
+    return _element_offsets(indices, steps[::-1])
 
 
-def add_at(total: Tensor, places: Tensor, tile: Tensor, factor: float) -> None:
-    """Adds ``factor`` times ``tile`` to the elements ``places`` of ``total``.
+def add_at(total: Tensor, indices: Tensor, tile: Tensor, factor: float) -> None:
+    """Adds ``factor`` times ``tile`` to the elements ``indices`` of ``total``.
 
     Args:
         total: a flattened tensor.
-        places: flat indices, of a shape that broadcasts to that of ``tile``; elements of the tile
+        indices: flat indices, of a shape that broadcasts to that of ``tile``; elements of the tile
             with the same index are summed first.
 
     The order of summation is fixed: `index_put_` of float32 would add on several threads at once.
     """
-    summed, places = tile.sum_to_size(places.shape), places.to(total.device)
-    total.index_add_(0, places.reshape(-1), summed.reshape(-1), alpha=factor)
+    summed, indices = tile.sum_to_size(indices.shape), indices.to(total.device)
+    total.index_add_(0, indices.reshape(-1), summed.reshape(-1), alpha=factor)
 
 
-def _sum_of(places: Sequence[Tensor], strides: Sequence[int]) -> Tensor:
-    steps = [x if n == 1 else x * n for x, n in zip(places, strides, strict=True)]
+def _element_offsets(indices: Sequence[Tensor], strides: Sequence[int]) -> Tensor:
+    steps = [x if n == 1 else x * n for x, n in zip(indices, strides, strict=True)]
     steps.sort(key=Tensor.numel)  # so that few sums have the size of a tile
     return reduce(torch.add, steps) if steps else torch.zeros((), dtype=torch.int64)

@@ -61,17 +61,17 @@ def forward(
     threads = threads_of(math.prod(q.shape[:3]) * k.shape[2])
     works = [Workspace(rows.dtype) for _ in range(threads)]
     # Threads share the chunks; the tiles of each chunk where there are fewer chunks than threads.
-    of_chunks, of_tiles = (threads, 1) if len(waiting) >= threads else (1, threads)
+    chunk_threads, tile_threads = (threads, 1) if len(waiting) >= threads else (1, threads)
 
     def compute(thread: int, item: int) -> None:
         chunk, *tensors = waiting.pop(item)
         if chunk.fits_at_once:
             _at_once(chunk, *tensors)
         else:
-            _chunk(chunk, works[thread:], of_tiles, *tensors)
+            _chunk(chunk, works[thread:], tile_threads, *tensors)
 
-    share(of_chunks, len(waiting), compute)
-    return out, *(each.contiguous() for each in rows.unbind(-1))
+    share(chunk_threads, len(waiting), compute)
+    return out, *(column.contiguous() for column in rows.unbind(-1))
 
 
 def empty_results(spec: AttentionSpec, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,13 +92,13 @@ def chunks_with_keys(
     sequences without keys."""
     q, k, v = operands
     for sequence, problem, chunks in parts:
-        of_q, of_out, of_rows = sequence.of_queries(q, *results)
-        of_k, of_v = sequence.of_keys(k, v)
+        q_rows, out_rows, statistics_rows = sequence.query_rows(q, *results)
+        k_rows, v_rows = sequence.key_rows(k, v)
         if problem.is_empty:
-            of_rows.fill_(-math.inf)
-            _without_keys(problem, of_out, of_rows[..., 0])
+            statistics_rows.fill_(-math.inf)
+            _without_keys(problem, out_rows, statistics_rows[..., 0])
         for chunk in chunks:
-            yield chunk, of_q, of_k, of_v, of_out, of_rows
+            yield chunk, q_rows, k_rows, v_rows, out_rows, statistics_rows
 
 
 def _without_keys(problem: SequenceProblem, out: Tensor, lse: Tensor) -> None:
@@ -120,19 +120,23 @@ def empty_like_q(q: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(batch, heads, seq, dim, dtype=dtype)
 
 
-def _at_once(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor) -> None:
+def _at_once(part: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor) -> None:
     """Writes the results of a chunk of few scores, in float64 and without tiles.
 
     The time of such a chunk is that of its operations in torch, and these are fewer.
     """
-    chunk = of.chunk
-    q, k, v = chunk.of_queries(q).double(), chunk.of_keys(k).double(), chunk.of_keys(v).double()
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(of.problem.scale)
-    if of.removed is not None:
-        scores.masked_fill_(of.removed, -math.inf)
+    chunk = part.chunk
+    q, k, v = (
+        chunk.query_matrices(q).double(),
+        chunk.key_matrices(k).double(),
+        chunk.key_matrices(v).double(),
+    )
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(part.problem.scale)
+    if part.removed is not None:
+        scores.masked_fill_(part.removed, -math.inf)
     sums = scores.logsumexp(-1, keepdim=True)
     rows[..., 0].copy_(sums.view(rows.shape[:3]))
-    if of.problem.spec.returns_maxima:
+    if part.problem.spec.returns_maxima:
         rows[..., 1].copy_(scores.amax(-1).view(rows.shape[:3]))
     # A row without keys has LSE -inf, which cannot be subtracted, and weights 0.
     p = scores.sub_(sums.clamp_min_(_LOWEST)).exp_()
@@ -162,10 +166,10 @@ def _chunk(
 
     def compute(thread: int, item: int) -> None:
         start, stop = tiles[item]
-        own = slice(start * group, stop * group)
-        given, results = (q[:, own], k, v), (o[:, own], statistics[:, own])
+        grouped = slice(start * group, stop * group)
+        operands, results = (q[:, grouped], k, v), (o[:, grouped], statistics[:, grouped])
         tile = _query_tile if problem.spec.is_softmax else _weighted_tile
-        tile(scores, works[thread], slice(start, stop), given, power_of_2, results)
+        tile(scores, works[thread], slice(start, stop), operands, power_of_2, results)
 
     share(threads, len(tiles), compute)
     alone(threads, lambda: chunk.to_queries(out, o))
@@ -177,13 +181,13 @@ def _operands(
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """q, k and v of one chunk in the dtypes of its products, and `Products.power_of_2`."""
     problem, chunk = scores.problem, scores.chunk
-    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v).to(problem.real)
+    q, k, v = chunk.query_matrices(q), chunk.key_matrices(k), chunk.key_matrices(v).to(problem.real)
     dtype, power_of_2 = problem.products(q, k)
     return q.to(dtype), k.to(dtype), v, power_of_2
 
 
 def _query_tile(
-    of: ChunkScores,
+    part: ChunkScores,
     work: Workspace,
     rows: slice,
     operands: tuple[Tensor, Tensor, Tensor],
@@ -197,22 +201,22 @@ def _query_tile(
         power_of_2: as in `Products`.
         results: rows of O, and of LSE with the largest scores beside it.
     """
-    problem, (q, k, v), (out, of_rows) = of.problem, operands, results
-    lse, largest = of_rows[..., :1], of_rows[..., 1:]
+    problem, (q, k, v), (out, statistics) = part.problem, operands, results
+    lse, largest = statistics[..., :1], statistics[..., 1:]
     lowest = torch.finfo(problem.real).min
     o = work.matrix("o", *out.shape)
     row_max = row_sum = None
-    for keys, p, scores, bits in _tiles(of, work, rows, (q, k), power_of_2):
+    for keys, p, scores, bits in _tiles(part, work, rows, (q, k), power_of_2):
         tile_max = scores.amax(-1, keepdim=True)
         new_max = tile_max if row_max is None else torch.maximum(row_max, tile_max)
         # Before the first key of a row its maximum is -inf, which cannot be subtracted.
         shift = new_max.clamp_min(lowest)
         exp_(torch.sub(scores, shift, out=p), power_of_2)
         if not power_of_2:  # exponentials of -inf were replaced
-            of.select(p, bits)
+            part.select(p, bits)
         tile_sum = p.sum(-1, keepdim=True)
 
-        of.select(p, of.dropout_bits(rows, keys))
+        part.select(p, part.dropout_bits(rows, keys))
         if problem.narrow is not None:
             p.copy_(p.to(problem.narrow))
         if row_max is None or row_sum is None:
@@ -224,7 +228,7 @@ def _query_tile(
             o.mul_(rescale).baddbmm_(p, v[:, keys])
         row_max = new_max
 
-    alone = sinks.logits(of, rows)  # LSE of a row without keys
+    alone = sinks.logits(part, rows)  # LSE of a row without keys
     if row_max is None or row_sum is None:
         out.zero_()
         lse.copy_(alone)
@@ -247,7 +251,7 @@ def _query_tile(
 
 
 def _weighted_tile(
-    of: ChunkScores,
+    part: ChunkScores,
     work: Workspace,
     rows: slice,
     operands: tuple[Tensor, Tensor, Tensor],
@@ -259,10 +263,10 @@ def _weighted_tile(
     Args:
         results: rows of O, and of the sums of the weights, or of their maxima.
     """
-    problem, (q, k, v), (out, sums) = of.problem, operands, results
+    problem, (q, k, v), (out, sums) = part.problem, operands, results
     o = work.matrix("o", *out.shape).zero_()
     sums.fill_(-math.inf if problem.spec.takes_maxima else 0.0)
-    for keys, p, weights, _ in _tiles(of, work, rows, (q, k), power_of_2):
+    for keys, p, weights, _ in _tiles(part, work, rows, (q, k), power_of_2):
         if weights is not p:
             p.copy_(weights)
         if problem.spec.rounds_sums and problem.narrow is not None:
@@ -271,7 +275,7 @@ def _weighted_tile(
             torch.maximum(sums, p.amax(-1, keepdim=True), out=sums)
         elif problem.spec.sums_weights:
             sums.add_(p.sum(-1, keepdim=True))
-        of.select(p, of.dropout_bits(rows, keys))
+        part.select(p, part.dropout_bits(rows, keys))
         if problem.narrow is not None:
             p.copy_(p.to(problem.narrow))
         o.baddbmm_(p, v[:, keys])
@@ -283,7 +287,11 @@ def _weighted_tile(
 
 
 def _tiles(
-    of: ChunkScores, work: Workspace, rows: slice, operands: tuple[Tensor, Tensor], power_of_2: bool
+    part: ChunkScores,
+    work: Workspace,
+    rows: slice,
+    operands: tuple[Tensor, Tensor],
+    power_of_2: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
     """For each tile of keys that the rows reach: its keys, a matrix for P, s' or the weights, which
     may lie in that matrix, and the bits of the mask; None where it keeps all scores.
@@ -291,15 +299,15 @@ def _tiles(
     Where a bit is 0, s' is -inf, and a weight is 0, or -inf where maxima are taken.
     """
     q, k = operands
-    for run in of.runs(rows.start, rows.stop):
+    for run in part.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         p = work.matrix("p", q.shape[0], q.shape[1], run.stop - run.start)
-        bits = None if run.full else of.mask_bits(rows, keys)
-        yield keys, p, _scores(of, work, p, rows, keys, (q, k[:, keys], power_of_2), bits), bits
+        bits = None if run.full else part.mask_bits(rows, keys)
+        yield keys, p, _scores(part, work, p, rows, keys, (q, k[:, keys], power_of_2), bits), bits
 
 
 def _scores(
-    of: ChunkScores,
+    part: ChunkScores,
     work: Workspace,
     p: Tensor,
     rows: slice,
@@ -308,17 +316,17 @@ def _scores(
     bits: Tensor | None,
 ) -> Tensor:
     """s' of a tile, or its weights; ``p`` itself, or the score function's result."""
-    problem = of.problem
+    problem = part.problem
     scores = p
     if not problem.programs.ignores_score:
         problem.multiply(work, p, *operands)
     if problem.programs.score is not None:
-        scores = of.score(of.grouped(p), rows, keys)
+        scores = part.score(part.grouped(p), rows, keys)
     if bits is None:
         return scores if scores is p else scores.reshape(p.shape)
-    found = of.grouped(p) if scores is p else scores
-    selected = of.grouped(p).view(problem.bits)
-    torch.bitwise_and(found.view(problem.bits), bits, out=selected)
+    modified = part.grouped(p) if scores is p else scores
+    selected = part.grouped(p).view(problem.bits)
+    torch.bitwise_and(modified.view(problem.bits), bits, out=selected)
     if problem.spec.is_softmax or problem.spec.takes_maxima:
-        selected.bitwise_or_(of.minus_infinity_where_not(bits))
+        selected.bitwise_or_(part.minus_infinity_where_not(bits))
     return p

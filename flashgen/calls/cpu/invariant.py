@@ -38,58 +38,60 @@ def forward(
     parts = parts_of(spec, q, k, arguments)
     for chunk, *tensors in chunks_with_keys(parts, (q, k, v), out, rows):
         _chunk(chunk, *tensors)
-    return out, *(each.contiguous() for each in rows.unbind(-1))
+    return out, *(column.contiguous() for column in rows.unbind(-1))
 
 
-def _chunk(of: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, results: Tensor) -> None:
-    problem, chunk = of.problem, of.chunk
+def _chunk(
+    part: ChunkScores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, results: Tensor
+) -> None:
+    problem, chunk = part.problem, part.chunk
     group, length = problem.sizes.group, problem.sizes.seq_q
-    q, k, v = chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v)
+    q, k, v = chunk.query_matrices(q), chunk.key_matrices(k), chunk.key_matrices(v)
     o = q.new_empty(*q.shape[:2], v.shape[2])
     statistics = q.new_empty(*q.shape[:2], results.shape[3])
-    of_query = q.shape[0] * group * BLOCK * max(q.shape[2], v.shape[2])
-    step = max(1, _ELEMENTS // of_query)
+    elements_of_query = q.shape[0] * group * BLOCK * max(q.shape[2], v.shape[2])
+    step = max(1, _ELEMENTS // elements_of_query)
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
-        at = slice(rows.start * group, rows.stop * group)
-        o[:, at], statistics[:, at] = _rows(of, rows, q[:, at], k, v)
+        grouped = slice(rows.start * group, rows.stop * group)
+        o[:, grouped], statistics[:, grouped] = _rows(part, rows, q[:, grouped], k, v)
     chunk.to_queries(out, o)
     chunk.to_queries(results, statistics)
 
 
-def _rows(of: ChunkScores, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(part: ChunkScores, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """O of the query positions ``rows``, and LSE or what a spec has instead, and maxima."""
-    problem, spec = of.problem, of.problem.spec
+    problem, spec = part.problem, part.problem.spec
     o, sums = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(*q.shape[:2], 1)
     top = torch.full_like(sums, -math.inf)
     for begin in range(-(problem.keys.offset % BLOCK), k.shape[1], BLOCK):
         keys = slice(max(begin, 0), min(begin + BLOCK, k.shape[1]))
         inside = slice(keys.start - begin, keys.stop - begin)
-        found = _weights(of, rows, keys, q, k[:, keys])
-        if found is None:  # the mask removes all
+        scores = _weights(part, rows, keys, q, k[:, keys])
+        if scores is None:  # the mask removes all
             continue
         if spec.is_softmax or spec.takes_maxima:
-            before, top = top, torch.maximum(top, found.amax(-1, keepdim=True))
+            before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
         if spec.is_softmax:
             shift = top.clamp_min(_LOWEST)  # -inf cannot be subtracted
-            rescale, found = _exp(before - shift), _exp(found - shift)
+            rescale, scores = _exp(before - shift), _exp(scores - shift)
             sums, o = sums * rescale, o * rescale
         p = q.new_zeros(*q.shape[:2], BLOCK)
-        p[..., inside] = found
+        p[..., inside] = scores
         values = v.new_zeros(v.shape[0], BLOCK, v.shape[2])
         values[:, inside] = v[:, keys]
         sums = sums + added(p)[..., None]
         if problem.dropout_scale is not None:
-            kept = p[..., inside].contiguous()
-            of.select(kept, of.dropout_bits(rows, keys))
-            p[..., inside] = kept
+            kept_p = p[..., inside].contiguous()
+            part.select(kept_p, part.dropout_bits(rows, keys))
+            p[..., inside] = kept_p
         o = o + added((p[..., None] * values[:, None]).transpose(2, 3))
     if not spec.is_softmax:
         o = o * (problem.dropout_scale or 1.0)
         if spec.normalizer == "sum" and not spec.partial:
             o = o / sums.masked_fill(sums == 0, math.inf)
         return o, top if spec.takes_maxima else sums if spec.sums_weights else torch.zeros_like(top)
-    alone, empty = sinks.logits(of, rows), top == -math.inf
+    alone, empty = sinks.logits(part, rows), top == -math.inf
     largest = [top] if spec.returns_maxima else []
     top = top.clamp_min(_LOWEST)
     if problem.sink is not None:
@@ -102,23 +104,23 @@ def _rows(of: ChunkScores, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> tupl
 _LOWEST = torch.finfo(torch.float64).min
 
 
-def _weights(of: ChunkScores, rows: slice, keys: slice, q: Tensor, k: Tensor) -> Tensor | None:
+def _weights(part: ChunkScores, rows: slice, keys: slice, q: Tensor, k: Tensor) -> Tensor | None:
     """The scores of a block, or its weights; None where the mask removes all of them."""
-    problem = of.problem
-    bits = None if problem.programs.mask is None else of.mask_bits(rows, keys)
+    problem = part.problem
+    bits = None if problem.programs.mask is None else part.mask_bits(rows, keys)
     if bits is not None and not bool(bits.any()):
         return None
     if problem.programs.ignores_score:
         scores = q.new_zeros(*q.shape[:2], k.shape[1])
     else:
         scores = added(q[:, :, None] * k[:, None]) * problem.scale
-    found = of.grouped(scores)
+    grouped_scores = part.grouped(scores)
     if problem.programs.score is not None:
-        found = of.score(found, rows, keys)
+        grouped_scores = part.score(grouped_scores, rows, keys)
     if bits is not None:
         lowest = problem.spec.is_softmax or problem.spec.takes_maxima
-        found = torch.where(bits != 0, found, -math.inf if lowest else 0.0)
-    return found.reshape(scores.shape)
+        grouped_scores = torch.where(bits != 0, grouped_scores, -math.inf if lowest else 0.0)
+    return grouped_scores.reshape(scores.shape)
 
 
 def added(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def compiled(
     results = tuple(
         compiler.condition(expr) if is_condition(expr) else compiler.real(expr) for expr in exprs
     )
-    return compiler.program((*results, *map(compiler.place, elements)))
+    return compiler.program((*results, *map(compiler.element_index, elements)))
 
 
 class _Compiler:
@@ -71,17 +71,19 @@ class _Compiler:
         self.varying: list[bool] = []
         self.inputs: dict[sympy.Symbol, int] = {}
         self.steps: list[ProgramStep] = []
-        self.known: dict[tuple[str, sympy.Basic], int] = {}
+        self.registers: dict[tuple[str, sympy.Basic], int] = {}
 
     def program(self, results: tuple[int, ...]) -> Program:
         once = tuple(step for step in self.steps if not self.varying[step.to])
-        each: list[ProgramStep] = []
+        tile_steps: list[ProgramStep] = []
         needed = set(results)
         for step in reversed([step for step in self.steps if self.varying[step.to]]):
             done = {arg for arg in step.args if arg not in needed and self.varying[arg]}
             needed |= done
-            each.append(ProgramStep(step.function, step.args, step.to, tuple(sorted(done))))
-        return Program(self.inputs, tuple(self.constants), once, tuple(reversed(each)), results)
+            tile_steps.append(ProgramStep(step.function, step.args, step.to, tuple(sorted(done))))
+        return Program(
+            self.inputs, tuple(self.constants), once, tuple(reversed(tile_steps)), results
+        )
 
     # Registers.
 
@@ -110,9 +112,9 @@ class _Compiler:
 
     def _once(self, kind: str, expr: sympy.Basic, compute: Callable[[Any], int]) -> int:
         key = kind, expr
-        if key not in self.known:
-            self.known[key] = compute(expr)
-        return self.known[key]
+        if key not in self.registers:
+            self.registers[key] = compute(expr)
+        return self.registers[key]
 
     def condition(self, expr: sympy.Basic) -> int:
         return self._once("condition", expr, self._condition)
@@ -128,11 +130,11 @@ class _Compiler:
         kind = (
             "condition" if is_condition(let) else "integer" if is_int(let) and fits(let) else "real"
         )
-        self.known[kind, let] = getattr(self, kind)(let.value)
+        self.registers[kind, let] = getattr(self, kind)(let.value)
 
     # Elements of captured tensors.
 
-    def place(self, element: Element) -> int:
+    def element_index(self, element: Element) -> int:
         return self._step(flat_index, self._symbol(element.tensor), *self._indices(element))
 
     def _element(self, element: Element, dtype: torch.dtype) -> int:
@@ -141,14 +143,14 @@ class _Compiler:
 
     def _indices(self, element: Element) -> list[int]:
         tensor = self._symbol(element.tensor)
-        found = []
+        registers = []
         for axis, index in enumerate(element.indices):
             kind = self.integer if is_int(index) and fits(index) else self.real
             key = f"{element.tensor.name}, axis {axis}", index
-            if key not in self.known:
-                self.known[key] = self._step(partial(inside, axis), tensor, kind(index))
-            found.append(self.known[key])
-        return found
+            if key not in self.registers:
+                self.registers[key] = self._step(partial(inside, axis), tensor, kind(index))
+            registers.append(self.registers[key])
+        return registers
 
     # Conditions.
 
@@ -232,9 +234,9 @@ class _Compiler:
         return self._common(expr, self.real)
 
     def _real_product(self, expr: sympy.Mul) -> int:
-        coefficient, rest = expr.as_coeff_Mul()
-        below = [f for f in sympy.Mul.make_args(rest) if _is_reciprocal(f)]
-        above = [f for f in sympy.Mul.make_args(rest) if not _is_reciprocal(f)]
+        coefficient, factors_product = expr.as_coeff_Mul()
+        below = [f for f in sympy.Mul.make_args(factors_product) if _is_reciprocal(f)]
+        above = [f for f in sympy.Mul.make_args(factors_product) if not _is_reciprocal(f)]
         if coefficient != 1 and not coefficient.is_Rational:
             above.append(coefficient)
             coefficient = sympy.S.One

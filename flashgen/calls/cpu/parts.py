@@ -56,10 +56,10 @@ def parts_of(
     """
     offsets = arguments.q_offset, arguments.k_offset
     for rows in sequences(spec, q.shape[0], arguments.tensors, offsets):
-        (of_q,), (of_k,) = rows.of_queries(q), rows.of_keys(k)
-        problem = SequenceProblem(spec, of_q, of_k, arguments, rows, backward=backward)
-        found = () if problem.is_empty else chunks_of(problem, keep=keep)
-        yield SequenceParts(rows, problem, tuple(found) if keep else found)
+        (q_rows,), (k_rows,) = rows.query_rows(q), rows.key_rows(k)
+        problem = SequenceProblem(spec, q_rows, k_rows, arguments, rows, backward=backward)
+        chunks = () if problem.is_empty else chunks_of(problem, keep=keep)
+        yield SequenceParts(rows, problem, tuple(chunks) if keep else chunks)
 
 
 def chunks_of(problem: SequenceProblem, *, keep: bool = False) -> Iterator[ChunkScores]:
@@ -77,9 +77,9 @@ def chunks_of(problem: SequenceProblem, *, keep: bool = False) -> Iterator[Chunk
         assert problem.arguments.rng is not None, "dropout needs the seed and the offset"
         seed, offset = (int(word) for word in problem.arguments.rng)
         rng = problem.arguments.dropout_p, seed, offset
-    found = chunks(problem.sizes, tile)
-    problem.room = MOST_SHARED if keep or len(found) > 1 else 0
-    for chunk in found:
+    sequence_chunks = chunks(problem.sizes, tile)
+    problem.room = MOST_SHARED if keep or len(sequence_chunks) > 1 else 0
+    for chunk in sequence_chunks:
         yield ChunkScores(problem, chunk, numbers, q, k, rng)
 
 
@@ -122,18 +122,18 @@ class ChunkScores:
         self._bound: dict[Program, BoundProgram] = {}
         self._minus_infinity = torch.tensor(-torch.inf, dtype=problem.real).view(problem.bits)
         used = problem.programs.decisive
-        known = [(symbol, value) for symbol, value in numbers.items() if symbol in used]
-        places: list[tuple[sympy.Symbol, Any]] = []
+        used_numbers = [(symbol, value) for symbol, value in numbers.items() if symbol in used]
+        entry_and_head: list[tuple[sympy.Symbol, Any]] = []
         if B in used or H in used:
             b, h = chunk.batch_and_head
-            places = [(B, b.reshape(-1, 1).numpy()), (H, h.reshape(-1, 1).numpy())]
-        places.extend(problem.walked)
+            entry_and_head = [(B, b.reshape(-1, 1).numpy()), (H, h.reshape(-1, 1).numpy())]
+        entry_and_head.extend(problem.walked)
         layout = self._layout()
         # Arrays cannot be keys of a cache.
-        make = TileWalk if places or layout else _walk
+        make = TileWalk if entry_and_head or layout else _walk
         mask = problem.programs.analysis.mask
         axes = problem.queries, problem.keys, problem.backward
-        self._walk = make(mask, (*known, *places), *axes, layout)
+        self._walk = make(mask, (*used_numbers, *entry_and_head), *axes, layout)
 
     def _layout(self) -> BlockLayoutTiles | None:
         """The block layout of this chunk's pairs; one where all pairs share it."""
@@ -142,8 +142,8 @@ class ChunkScores:
             return None
         entries, heads = self.chunk.batch_and_head
         b, h = (
-            places.flatten() if size > 1 else torch.zeros(1, dtype=torch.int64)
-            for places, size in zip(
+            indices.flatten() if size > 1 else torch.zeros(1, dtype=torch.int64)
+            for indices, size in zip(
                 (entries, heads + self.problem.first_head), live.shape[:2], strict=True
             )
         )
@@ -190,12 +190,12 @@ class ChunkScores:
         """s' of s with its derivatives."""
         code = self.problem.programs
         assert code.derivatives is not None
-        found = iter(self._run(code.derivatives, rows, keys, scores))
-        value = next(found).expand_as(scores)
-        slope = next(found) if code.has_slope else None
-        slopes = [next(found) if use.factor is None else use.factor for use in code.uses]
+        results = iter(self._run(code.derivatives, rows, keys, scores))
+        value = next(results).expand_as(scores)
+        slope = next(results) if code.has_slope else None
+        slopes = [next(results) if use.factor is None else use.factor for use in code.uses]
         numbers = [use.tensor for use in code.uses]
-        return Modified(value, slope, tuple(zip(numbers, slopes, found, strict=True)))
+        return Modified(value, slope, tuple(zip(numbers, slopes, results, strict=True)))
 
     def pushed(
         self, program: Program, rows: slice, keys: slice, scores: Tensor, tangents: Tensor | None
@@ -203,14 +203,21 @@ class ChunkScores:
         """The results of a program of scores and their tangents; None for tangents of 0.
 
         Returns:
-            The first two results like the scores, [pairs, rows * group, keys]; and the others,
-            [pairs, rows, group, keys], of which views may repeat elements.
+            The first two results like the scores, [pairs, rows * group, keys]; and the other
+            results, [pairs, rows, group, keys], which may be views that repeat elements.
         """
-        of = self.grouped(scores)
-        given = torch.zeros_like(of) if tangents is None else self.grouped(tangents)
-        t, way, *rest = self._run(program, rows, keys, of, given)
-        t, way = (x.expand(of.shape).reshape(scores.shape).contiguous() for x in (t, way))
-        return t, way, rest
+        grouped_scores = self.grouped(scores)
+        grouped_tangents = (
+            torch.zeros_like(grouped_scores) if tangents is None else self.grouped(tangents)
+        )
+        t, t_tangent, *derivatives = self._run(
+            program, rows, keys, grouped_scores, grouped_tangents
+        )
+        t, t_tangent = (
+            x.expand(grouped_scores.shape).reshape(scores.shape).contiguous()
+            for x in (t, t_tangent)
+        )
+        return t, t_tangent, derivatives
 
     def mask_bits(self, rows: slice, keys: slice) -> Tensor:
         """All bits set where the mask is true, else 0, in the integer dtype of the scores' width.
@@ -221,13 +228,13 @@ class ChunkScores:
         program = self.problem.programs.mask
         assert program is not None
 
-        place = rows.start, rows.stop, keys.start, keys.stop
-        bits = self.problem.masks.get(place)
+        tile = rows.start, rows.stop, keys.start, keys.stop
+        bits = self.problem.masks.get(tile)
         if bits is None:
             (keep,) = self._run(program, rows, keys, None)
             bits = keep.to(self.problem.bits).neg_()
             if not program.uses(B, H):
-                self.problem.share_mask(place, bits)
+                self.problem.share_mask(tile, bits)
         return bits
 
     def grouped(self, tile: Tensor) -> Tensor:
@@ -253,18 +260,18 @@ class ChunkScores:
         p, seed, offset = self._rng
         b, h = self.chunk.batch_and_head
         pairs = b * self.problem.heads + h + self.problem.first_head
-        at_q, at_k = self.problem.queries.offset, self.problem.keys.offset
-        kept = keep_mask(
+        first_q, first_k = self.problem.queries.offset, self.problem.keys.offset
+        keep = keep_mask(
             p,
             seed,
             offset,
             pairs.flatten().numpy(),
-            range(at_q + rows.start, at_q + rows.stop),
-            range(at_k + keys.start, at_k + keys.stop),
+            range(first_q + rows.start, first_q + rows.stop),
+            range(first_k + keys.start, first_k + keys.stop),
         )
-        ones = torch.from_numpy(np.negative(kept.view(np.int8)))
-        ones = ones.to(self.problem.device, self.problem.bits)
-        return ones.view(*pairs.shape, *ones.shape[1:]).transpose(1, 2)
+        bits = torch.from_numpy(np.negative(keep.view(np.int8)))
+        bits = bits.to(self.problem.device, self.problem.bits)
+        return bits.view(*pairs.shape, *bits.shape[1:]).transpose(1, 2)
 
     def _run(
         self,
@@ -278,15 +285,15 @@ class ChunkScores:
         if bound is None:
             bound = program.bind(self._values(program))
             self._bound[program] = bound
-        found = bound(self._q[:, rows], self._k[..., keys], scores, tangents)
+        results = bound(self._q[:, rows], self._k[..., keys], scores, tangents)
         # A value that is the same for all scores of all tiles has no dimensions.
         device = self.problem.device
-        return [value if value.dim() else value.view(1, 1, 1, 1).to(device) for value in found]
+        return [value if value.dim() else value.view(1, 1, 1, 1).to(device) for value in results]
 
     def _values(self, program: Program) -> dict[sympy.Symbol, Tensor]:
         values = {}
         if program.uses(B, H):
-            b, h = (places.to(self.problem.device) for places in self.chunk.batch_and_head)
+            b, h = (indices.to(self.problem.device) for indices in self.chunk.batch_and_head)
             values = {B: b[:, None, :, None], H: h[:, None, :, None]}
         for symbol in program.inputs:
             if symbol in self._numbers:

@@ -96,9 +96,9 @@ def array(tensor: Tensor) -> Any:
 def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
     """block_q and block_k of the forward kernel, or of the backward kernel that makes dK and dV.
 
-    They are those of `DEFAULT_ARCH`. The CPU has neither registers nor shared memory to fit: a spec
-    whose head dims leave no tile there has the tiles of narrower heads, and one without a backward
-    kernel has the forward tiles in both passes.
+    The plan of `DEFAULT_ARCH` has them. The CPU has neither registers nor shared memory to fit: a
+    spec whose head dims leave no tile there has the tiles of narrower heads, and one without a
+    backward kernel has the forward tiles in both passes.
     """
     try:
         chosen = plan(spec, DEFAULT_ARCH)
@@ -125,7 +125,7 @@ class TileArguments:
         tensors: a tensor for each of spec.tensors, with any strides; float64 may replace float32.
         dropout_p: probability of dropping an element of P.
         rng: seed and offset of dropout: int64 [2] or two integers.
-        block_q, block_k: rows and keys of a tile; those of the plan where None.
+        block_q, block_k: rows and keys of a tile; the plan decides where None.
     """
 
     scale: float
@@ -143,7 +143,7 @@ class SequenceProblem:
     """One call, or one packed sequence or batch entry of a call.
 
     Attributes:
-        device: that of the operands.
+        device: the device of the operands.
         real: the dtype of scores, statistics and accumulators: float32, or float64 for float64
             operands.
         bits: the integer dtype of the same width.
@@ -176,7 +176,7 @@ class SequenceProblem:
         self.bits = torch.int64 if self.real == torch.float64 else torch.int32
         self.narrow = q.dtype if q.dtype.itemsize == 2 else None
         self.programs = programs_of(spec, self.real)
-        first, self.entries = sequence.place or (0, q.shape[0])
+        first, self.entries = sequence.index_and_count or (0, q.shape[0])
         self.sparse = spec.block_sparse
         lengths = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
         self.sizes = Sizes(*lengths, first, on_cpu=q.device.type == "cpu")
@@ -247,8 +247,8 @@ class SequenceProblem:
         grows with the scores and with the slope of the score function.
         """
         largest = math.inf
-        known = not self.programs.has_slope or self.narrow is not None
-        if known and q.shape[1] * k.shape[1] >= _FEW_SCORES:
+        may_be_plain = not self.programs.has_slope or self.narrow is not None
+        if may_be_plain and q.shape[1] * k.shape[1] >= _FEW_SCORES:
             # Rows with a NaN have no other scores in either dtype.
             lengths = (
                 torch.linalg.vector_norm(x, dim=-1, dtype=self.real).nan_to_num_(0.0, math.inf)
@@ -259,11 +259,11 @@ class SequenceProblem:
         near = small or (self.narrow is not None and largest < _LARGE_SCORE)
         return Products(self.real if near else torch.float64, small and self.plain)
 
-    def share_mask(self, place: tuple[int, int, int, int], bits: Tensor) -> None:
+    def share_mask(self, tile: tuple[int, int, int, int], bits: Tensor) -> None:
         """Keeps the mask of a tile for the other chunks, within `MOST_SHARED` elements."""
         self.room -= bits.numel()
         if self.room >= 0:
-            self.masks[place] = bits
+            self.masks[tile] = bits
 
     def multiply(self, work: Workspace, s: Tensor, q: Tensor, k: Tensor, power_of_2: bool) -> None:
         """Writes scale * q k^T to ``s``.

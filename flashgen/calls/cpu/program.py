@@ -35,14 +35,14 @@ class Program:
         inputs: the register of each symbol.
         constants: tensors without dimensions, by register.
         once: steps that depend on neither position nor score.
-        each: the other steps, which run for each tile.
+        per_tile: the other steps, which run for each tile.
         results: the register of each expression's value.
     """
 
     inputs: Mapping[sympy.Symbol, int]
     constants: tuple[Tensor | None, ...]
     once: tuple[ProgramStep, ...]
-    each: tuple[ProgramStep, ...]
+    per_tile: tuple[ProgramStep, ...]
     results: tuple[int, ...]
 
     def uses(self, *symbols: sympy.Symbol) -> bool:
@@ -56,9 +56,9 @@ class Program:
                 the captured tensors.
         """
         registers = list(self.constants)
-        for symbol, place in self.inputs.items():
+        for symbol, register in self.inputs.items():
             if symbol not in VARYING:
-                registers[place] = values[symbol]
+                registers[register] = values[symbol]
         _execute(self.once, registers)
         return BoundProgram(self, tuple(registers))
 
@@ -84,13 +84,13 @@ class BoundProgram:
         for symbol, value in zip(VARYING, (q, k, score, tangent), strict=True):
             if symbol in self.program.inputs:
                 registers[self.program.inputs[symbol]] = value
-        _execute(self.program.each, registers)
-        found = [registers[place] for place in self.program.results]
-        return [value for value in found if value is not None]
+        _execute(self.program.per_tile, registers)
+        results = [registers[register] for register in self.program.results]
+        return [value for value in results if value is not None]
 
 
 def _execute(steps: tuple[ProgramStep, ...], registers: list[Tensor | None]) -> None:
     for step in steps:
         registers[step.to] = step.function(*[registers[arg] for arg in step.args])
-        for place in step.done:
-            registers[place] = None
+        for register in step.done:
+            registers[register] = None

@@ -71,7 +71,7 @@ class Read:
 
 @lru_cache(maxsize=256)
 def reads_of(spec: AttentionSpec) -> tuple[Read, ...]:
-    """The reads of a spec's mods: those of the mask come first."""
+    """The reads of a spec's mods, first of the mask, then of the score."""
     finder = _Finder(spec)
     return (*finder.reads(spec.mask, False), *finder.reads(spec.score, True))
 
@@ -167,9 +167,11 @@ class _Finder:
     def _mistake(self, node: sympy.Basic) -> sympy.Basic:
         """The condition that a part of an expression uses an element outside of its tensor."""
         if node not in self.mistakes:
-            own = (outside for _, _, outside in self._outside(node))
-            inner = (_all(where, self._mistake(part)) for part, where in self._parts(node))
-            self.mistakes[node] = named(_any(*own, *inner))
+            outside_reads = (outside for _, _, outside in self._outside(node))
+            mistakes_of_parts = (
+                _all(where, self._mistake(part)) for part, where in self._parts(node)
+            )
+            self.mistakes[node] = named(_any(*outside_reads, *mistakes_of_parts))
         return self.mistakes[node]
 
     def _outside(self, node: sympy.Basic) -> Iterator[tuple[int, str | int, sympy.Basic]]:
@@ -191,21 +193,27 @@ def _reads_tensors(expr: sympy.Basic) -> bool:
 
 
 def _all(*conditions: sympy.Basic) -> sympy.Basic:
-    return _joined(sympy.And, sympy.true, sympy.false, conditions)
+    return _combined(sympy.And, sympy.true, sympy.false, conditions)
 
 
 def _any(*conditions: sympy.Basic) -> sympy.Basic:
-    return _joined(sympy.Or, sympy.false, sympy.true, conditions)
+    return _combined(sympy.Or, sympy.false, sympy.true, conditions)
 
 
-def _joined(
+def _combined(
     join: Any, neutral: sympy.Basic, absorbing: sympy.Basic, conditions: tuple[sympy.Basic, ...]
 ) -> sympy.Basic:
     """The conditions joined as they are: sympy would compare each with each."""
-    rest = tuple(dict.fromkeys(x for x in conditions if x != neutral))
-    if absorbing in rest:
+    remaining = tuple(dict.fromkeys(x for x in conditions if x != neutral))
+    if absorbing in remaining:
         return absorbing
-    return rest[0] if len(rest) == 1 else join(*rest, evaluate=False) if rest else neutral
+    return (
+        remaining[0]
+        if len(remaining) == 1
+        else join(*remaining, evaluate=False)
+        if remaining
+        else neutral
+    )
 
 
 def _not(condition: sympy.Basic) -> sympy.Basic:
@@ -252,20 +260,22 @@ class ReadCheck:
             InputError: an index is outside; the error names the mod, the index and the position.
         """
         spec = self.spec
-        given = {x.symbol: tensors[x.name].detach() for x in spec.read_tensors if x.name in tensors}
-        shapes = tuple((symbol, tensor.shape) for symbol, tensor in given.items())
+        captured = {
+            x.symbol: tensors[x.name].detach() for x in spec.read_tensors if x.name in tensors
+        }
+        shapes = tuple((symbol, tensor.shape) for symbol, tensor in captured.items())
         always = not (spec.packed or spec.offsets)
         for rows in sequences(spec, sizes[0], tensors, offsets):
-            number, entries = rows.place or (0, sizes[0])
+            number, entries = rows.index_and_count or (0, sizes[0])
             seq_q, seq_k = (
                 len(range(length)[part])
                 for length, part in zip(sizes[2:], (rows.queries, rows.keys), strict=True)
             )
-            shape = sizes[0] if rows.place is None else 1, sizes[1], seq_q, seq_k
+            shape = sizes[0] if rows.index_and_count is None else 1, sizes[1], seq_q, seq_k
             positions = self._positions(shape, (number, 0, *rows.offsets), entries, shapes)
             always &= positions.always
             if positions.reads:
-                positions.check(given)
+                positions.check(captured)
         return always
 
 
@@ -275,10 +285,10 @@ class _Positions:
     Attributes:
         shape: batch entries, heads, queries and keys.
         first: the least b, h, q and k.
-        shapes: those of the captured tensors.
+        shapes: the shapes of the captured tensors, by symbol.
         numbers: sizes and scalars by symbol.
         reads: the reads whose indices are not inside the tensor by their bounds alone.
-        always: whether it does not depend on the contents of tensors that these are right.
+        always: whether the reads are right for any contents of tensors.
     """
 
     def __init__(
@@ -294,31 +304,31 @@ class _Positions:
         self.numbers = numbers_of(spec, (entries, *shape[1:]), scalars)
         for symbol, lengths in shapes:
             self.numbers |= {size_of(symbol, axis): size for axis, size in enumerate(lengths)}
-        known: dict[sympy.Symbol, Limits] = {
+        ranges: dict[sympy.Symbol, Limits] = {
             symbol: (least, least + max(length, 1) - 1)
             for symbol, least, length in zip((B, H, Q, K), first, shape, strict=True)
         }
-        known |= {x: (int(n), int(n)) for x, n in self.numbers.items() if type(n) in (int, bool)}
+        ranges |= {x: (int(n), int(n)) for x, n in self.numbers.items() if type(n) in (int, bool)}
         reads = () if 0 in shape else reads_of(spec)
-        self.reads = tuple(read for read in reads if not self._is_inside(read, known))
+        self.reads = tuple(read for read in reads if not self._is_inside(read, ranges))
         decisive = spec.keep.free_symbols.union(*(x.mistake.free_symbols for x in self.reads))
         self.always = not (self.reads and any(isinstance(x, TensorSymbol) for x in decisive))
 
     @cached_property
     def _fixed(self) -> tuple[dict[sympy.Symbol, Tensor], Tensor, Tensor]:
-        """What programs read besides tensors, by symbol, and all q and k."""
+        """The values that programs read besides tensors, by symbol, and all q and k."""
         b, h, q, k = (
             torch.arange(first, first + length).view(*(-1 if i == axis else 1 for i in range(4)))
             for axis, (first, length) in enumerate(zip(self.first, self.shape, strict=True))
         )
         return {x: number_tensor(n) for x, n in self.numbers.items()} | {B: b, H: h}, q, k
 
-    def _is_inside(self, read: Read, known: Mapping[sympy.Symbol, Limits]) -> bool:
+    def _is_inside(self, read: Read, ranges: Mapping[sympy.Symbol, Limits]) -> bool:
         size = self.shapes[read.element.tensor][read.axis]
         if size == 1 and isinstance(read.dim, str):
             return True
         try:
-            least, greatest = limits(read.index, known, {})
+            least, greatest = limits(read.index, ranges, {})
         except TypeError:  # an index that is made of floats
             return False
         return least >= 0 and greatest < size
@@ -328,17 +338,17 @@ class _Positions:
         fixed, q, k = self._fixed
         values = {**fixed, **tensors}
         for with_mask in (False, True):
-            program = _program(self.spec, self.reads, True) if with_mask else self._of_all_scores
-            found = self._first(program.bind(values), q, k)
-            if found is None:
+            program = _program(self.spec, self.reads, True) if with_mask else self._unmasked_program
+            first_mistake = self._first(program.bind(values), q, k)
+            if first_mistake is None:
                 return
-            number, place = found
+            number, position = first_mistake
             if with_mask or not self.reads[number].in_score:
-                self._refuse(self.reads[number], place, values)
+                self._refuse(self.reads[number], position, values)
         raise AssertionError("the second round returns or refuses")
 
     @cached_property
-    def _of_all_scores(self) -> Program:
+    def _unmasked_program(self) -> Program:
         return _program(self.spec, self.reads, False)
 
     def _first(
@@ -354,33 +364,35 @@ class _Positions:
             for number, wrong in enumerate(bound(rows, k)):
                 if wrong.any():
                     wrong = wrong.expand(batch, heads, rows.shape[2], seq_k)
-                    at = wrong.flatten().to(torch.uint8).argmax()
-                    places = torch.unravel_index(at, wrong.shape)
-                    ends = zip(self.first, places, (0, 0, start, 0), strict=True)
+                    flat_index = wrong.flatten().to(torch.uint8).argmax()
+                    indices = torch.unravel_index(flat_index, wrong.shape)
+                    ends = zip(self.first, indices, (0, 0, start, 0), strict=True)
                     return number, tuple(first + int(i) + more for first, i, more in ends)  # type: ignore[return-value]
         return None
 
     def _refuse(
         self,
         read: Read,
-        place: tuple[int, int, int, int],
+        position: tuple[int, int, int, int],
         values: Mapping[sympy.Symbol, Tensor],
     ) -> None:
-        b, h, q, k = (torch.tensor(number) for number in place)
+        b, h, q, k = (torch.tensor(number) for number in position)
         program = compiled((read.index,), torch.float64)
         (value,) = program.bind({**values, B: b, H: h})(q, k)
         element, axis = read.element, read.axis
         size = self.shapes[element.tensor][axis]
         # Where queries choose their keys, the kernel reads the positions of the mod from tables.
-        of_tables = any(
+        reads_tables = any(
             str(symbol) in (OWNED, LISTED) for i in element.indices for symbol in i.free_symbols
         )
-        texts = ["index" if of_tables else python_text(index) for index in element.indices]
+        texts = ["index" if reads_tables else python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
         # A block layout in place of their lists counts queries from the first one of the call.
         first = int(values.get(Scalar.of_whole(CHOICE[0]).expr, 0))
-        at = f", at b={place[0]}, h={place[1]}, q={first + place[2]}, k={place[3]}"
-        at = "" if of_tables else at
+        position_text = (
+            f", at b={position[0]}, h={position[1]}, q={first + position[2]}, k={position[3]}"
+        )
+        position_text = "" if reads_tables else position_text
         texts = list(map(_as_typed, texts))
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"
         lines: SourceLines | None = self.spec.score_line if read.in_score else self.spec.mask_line
@@ -389,7 +401,7 @@ class _Positions:
             f"{mod} uses an element outside of the captured tensor {element.tensor.name!r}",
             where=f"{lines or mod}, {text}",
             numbers=f"index {float(value):.0f} of dimension {axis} "
-            f"({str(read.dim).removeprefix(DIM_OF_CALL)}), whose length is {size:,}{at}",
+            f"({str(read.dim).removeprefix(DIM_OF_CALL)}), whose length is {size:,}{position_text}",
             way_out=f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
             "tensor, or a mask_mod or fg.where that is false there",
         )

@@ -33,12 +33,12 @@ from flashgen.calls.cpu.parts import ChunkScores
 from flashgen.calls.cpu.problem import SequenceProblem, TileArguments, exp_, real_of
 from flashgen.calls.cpu.program import Program
 from flashgen.calls.cpu.tangents import (
-    Moved,
+    MovingTensors,
     TangentOperands,
     analysis_of,
     finite_bits,
     shares_of,
-    wide_of_queries,
+    wide_query_matrices,
 )
 from flashgen.shared.call import OutputGradients, ResultTangents, Tangents
 from flashgen.spec.language.spec import AttentionSpec
@@ -62,87 +62,90 @@ def backward_tangent(
 
     Args:
         q, k, v, outputs, arguments: as in `backward`, on any device.
-        tangents: those of the operands, as in `tangent`.
-        moving: the tangents of ``outputs``; those of out and lse as `tangent` returns them.
+        tangents: the tangents of the operands, as in `tangent`.
+        moving: the tangents of ``outputs``; `tangent` returns the tangents of out and lse.
 
     Returns:
         The tangents of dq, dk, dv and of the gradient of each learned tensor, in the order of
         spec.tensors; float32, or float64 for float64 operands. Masked positions add exactly 0.
     """
-    real, moved = real_of(q), Moved.of(spec, tangents)
+    real, moving_tensors = real_of(q), MovingTensors.from_tangents(spec, tangents)
     dq, dk, dv = (torch.zeros(x.shape, dtype=real, device=x.device) for x in (q, k, v))
     learned = [arguments.tensors[x.name].detach() for x in spec.tensors if x.grad]
     sums = [torch.zeros(x.numel(), dtype=real, device=q.device) for x in learned]
-    of_rows = (q, tangents.q, *outputs, *moving)
-    of_keys = (k, tangents.k, v, tangents.v)
-    for sequence, problem, chunks in moved.parts(q, k, arguments, backward=True):
-        rows: list[Any] = [None if x is None else sequence.of_queries(x)[0] for x in of_rows]
-        keys: list[Any] = [None if x is None else sequence.of_keys(x)[0] for x in of_keys]
-        (to_q,), (to_k, to_v) = sequence.of_queries(dq), sequence.of_keys(dk, dv)
+    query_tensors = (q, tangents.q, *outputs, *moving)
+    key_tensors = (k, tangents.k, v, tangents.v)
+    for sequence, problem, chunks in moving_tensors.parts(q, k, arguments, backward=True):
+        rows: list[Any] = [None if x is None else sequence.query_rows(x)[0] for x in query_tensors]
+        keys: list[Any] = [None if x is None else sequence.key_rows(x)[0] for x in key_tensors]
+        (to_q,), (to_k, to_v) = sequence.query_rows(dq), sequence.key_rows(dk, dv)
         if problem.is_empty:
-            place, dlse = problem.learned_sink, rows[9]
-            if place is not None and dlse is not None:
-                sinks.add_gradient_without_keys(sums[place], problem, dlse)
+            sink_index, dlse = problem.learned_sink, rows[9]
+            if sink_index is not None and dlse is not None:
+                sinks.add_gradient_without_keys(sums[sink_index], problem, dlse)
             continue
         for part in chunks:
             chunk = part.chunk
-            operands = TangentOperands.of(
+            operands = TangentOperands.from_chunk(
                 part,
                 (rows[0], keys[0], keys[2]),
                 (rows[1], keys[1], keys[3]),
             )
-            given = OutputGradients(*rows[2:6])
-            of = _Rows.of(part, given, ResultTangents(*rows[6:]))
-            results = _chunk(part, moved, operands, of, sums)
+            output_rows = OutputGradients(*rows[2:6])
+            chunk_rows = _Rows.from_chunk(part, output_rows, ResultTangents(*rows[6:]))
+            results = _chunk(part, moving_tensors, operands, chunk_rows, sums)
             chunk.to_queries(to_q, results[0])
             chunk.to_keys(to_k, results[1])
             chunk.to_keys(to_v, results[2])
-            _add_sink(part, moved, of, sums)
+            _add_sink(part, moving_tensors, chunk_rows, sums)
     whole = zip(sums, learned, strict=True)
     return dq, dk, dv, *(total.view(x.shape) for total, x in whole)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a chunk has for each row, in `real`.
+    """The values of a chunk for each row, in `real`.
 
     Attributes:
-        do, way: dO and its tangent, [pairs, seq_q * group, head_dim_v]; None for a tangent of 0.
-        top: LSE, infinite for rows without keys; of weights the factor that makes shares of them.
-        mu: the tangent of LSE; of weights that of their sum, over the sum.
-        delta, of_delta: D and its tangent.
+        dout, dout_tangent: dO and its tangent, [pairs, seq_q * group, head_dim_v]; None for a
+            tangent of 0.
+        top: LSE, infinite for rows without keys; or the factor that makes shares of weights.
+        mu: the tangent of LSE; or the tangent of the sum of weights, over the sum.
+        delta, delta_tangent: D and its tangent.
     """
 
-    do: Tensor
-    way: Tensor | None
+    dout: Tensor
+    dout_tangent: Tensor | None
     top: Tensor
     mu: Tensor
     delta: Tensor
-    of_delta: Tensor
+    delta_tangent: Tensor
 
     @staticmethod
-    def of(part: ChunkScores, given: OutputGradients, moving: ResultTangents) -> _Rows:
+    def from_chunk(part: ChunkScores, outputs: OutputGradients, moving: ResultTangents) -> _Rows:
         problem, chunk = part.problem, part.chunk
         spec, real = problem.spec, problem.real
 
         def rows(tensor: Tensor | None) -> Tensor | None:
             if tensor is None:
                 return None
-            return wide_of_queries(chunk, tensor if tensor.dim() == 4 else tensor[..., None], real)
+            return wide_query_matrices(
+                chunk, tensor if tensor.dim() == 4 else tensor[..., None], real
+            )
 
-        out, lse, do, dlse = map(rows, given)
-        of_out, mu, way, of_dlse = map(rows, moving)
-        assert out is not None and lse is not None and do is not None  # noqa: PT018
+        out, lse, dout, dlse = map(rows, outputs)
+        out_tangent, mu, dout_tangent, dlse_tangent = map(rows, moving)
+        assert out is not None and lse is not None and dout is not None  # noqa: PT018
         mu = torch.zeros_like(lse) if mu is None else mu
         if not spec.is_softmax and not spec.sums_weights:
             none = torch.zeros_like(lse)
-            return _Rows(do, way, torch.ones_like(lse), none, none, none)
-        delta = (do * out).sum(-1, keepdim=True)
-        of_delta = torch.zeros_like(delta)
-        if of_out is not None:
-            of_delta = of_delta + (do * of_out).sum(-1, keepdim=True)
-        if way is not None:
-            of_delta = of_delta + (way * out).sum(-1, keepdim=True)
+            return _Rows(dout, dout_tangent, torch.ones_like(lse), none, none, none)
+        delta = (dout * out).sum(-1, keepdim=True)
+        delta_tangent = torch.zeros_like(delta)
+        if out_tangent is not None:
+            delta_tangent = delta_tangent + (dout * out_tangent).sum(-1, keepdim=True)
+        if dout_tangent is not None:
+            delta_tangent = delta_tangent + (dout_tangent * out).sum(-1, keepdim=True)
         if not spec.is_softmax:
             top, none = shares_of(lse), lse == 0
             mu = mu * top
@@ -150,9 +153,9 @@ class _Rows:
             none = lse == -math.inf
             top = lse.masked_fill(none, math.inf)
             delta = delta if dlse is None else delta - dlse
-            of_delta = of_delta if of_dlse is None else of_delta - of_dlse
-        mu, delta, of_delta = (x.masked_fill(none, 0) for x in (mu, delta, of_delta))
-        return _Rows(do, way, top, mu, delta, of_delta)
+            delta_tangent = delta_tangent if dlse_tangent is None else delta_tangent - dlse_tangent
+        mu, delta, delta_tangent = (x.masked_fill(none, 0) for x in (mu, delta, delta_tangent))
+        return _Rows(dout, dout_tangent, top, mu, delta, delta_tangent)
 
 
 class _Use(NamedTuple):
@@ -160,14 +163,14 @@ class _Use(NamedTuple):
 
     Attributes:
         tensor: the index of the learned tensor.
-        by, way: f_th and its tangent, of shapes that broadcast to that of the scores.
-        places: the flat indices of the elements, likewise.
+        factor, tangent: f_th and its tangent, of shapes that broadcast to the shape of the scores.
+        elements: the flat indices of the elements, of such a shape too.
     """
 
     tensor: int
-    by: Tensor
-    way: Tensor
-    places: Tensor
+    factor: Tensor
+    tangent: Tensor
+    elements: Tensor
 
 
 class _Scores(NamedTuple):
@@ -177,7 +180,7 @@ class _Scores(NamedTuple):
     value: Tensor
     tangent: Tensor | None
     slope: Tensor | None = None
-    of_slope: Tensor | None = None
+    slope_tangent: Tensor | None = None
     uses: tuple[_Use, ...] = ()
 
 
@@ -185,60 +188,81 @@ class _Scores(NamedTuple):
 def _program(
     spec: AttentionSpec, score: bool, names: frozenset[str], real: torch.dtype
 ) -> tuple[Program, tuple[int, ...]] | None:
-    """The program of t, t', f_s, f_s', each f_th with its tangent, and the places of elements; and
-    the index of the learned tensor of each element. None where t is the score."""
-    of = analysis_of(spec, score, names)
-    if of.score == SCORE and spec.is_softmax and not of.learned:
+    """The program of t, t', f_s, f_s', each f_th with its tangent, and the flat indices of
+    elements; and the index of the learned tensor of each element. None where t is the score."""
+    analysis = analysis_of(spec, score, names)
+    if analysis.score == SCORE and spec.is_softmax and not analysis.learned:
         return None
     symbols = [tensor.symbol for tensor in spec.tensors if tensor.grad]
-    used = [each for each in of.learned if each[1] != 0]
+    used = [learned_read for learned_read in analysis.learned if learned_read[1] != 0]
     derivatives = [x for _, *both in used for x in both]
-    results = (of.score, of.tangent, of.slope, of.slope_tangent, *derivatives)
+    results = (
+        analysis.score,
+        analysis.tangent,
+        analysis.slope,
+        analysis.slope_tangent,
+        *derivatives,
+    )
     program = compiled(results, real, tuple(element for element, *_ in used))
     return program, tuple(symbols.index(element.tensor) for element, *_ in used)
 
 
 def _scores(
-    part: ChunkScores, moved: Moved, of: TangentOperands, rows: slice, keys: slice
+    part: ChunkScores,
+    moving_tensors: MovingTensors,
+    operands: TangentOperands,
+    rows: slice,
+    keys: slice,
 ) -> _Scores:
     problem = part.problem
     group = problem.sizes.group
-    s, way = of.scores(slice(rows.start * group, rows.stop * group), keys, problem.scale)
-    made = _program(problem.spec, moved.score, moved.names, problem.real)
-    if made is None:
-        return _Scores(s, way)
-    program, numbers = made
-    t, tangent, (slope, of_slope, *found) = part.pushed(program, rows, keys, s, way)
-    pairs, places = found[: 2 * len(numbers)], found[2 * len(numbers) :]
-    uses = map(_Use, numbers, pairs[::2], pairs[1::2], places)
-    return _Scores(t, tangent, slope, of_slope, tuple(uses))
+    s, s_tangent = operands.scores(
+        slice(rows.start * group, rows.stop * group), keys, problem.scale
+    )
+    compiled_program = _program(
+        problem.spec, moving_tensors.score, moving_tensors.names, problem.real
+    )
+    if compiled_program is None:
+        return _Scores(s, s_tangent)
+    program, numbers = compiled_program
+    t, tangent, (slope, slope_tangent, *values) = part.pushed(program, rows, keys, s, s_tangent)
+    pairs, indices = values[: 2 * len(numbers)], values[2 * len(numbers) :]
+    uses = map(_Use, numbers, pairs[::2], pairs[1::2], indices)
+    return _Scores(t, tangent, slope, slope_tangent, tuple(uses))
 
 
 def _chunk(
-    part: ChunkScores, moved: Moved, of: TangentOperands, rows: _Rows, sums: list[Tensor]
+    part: ChunkScores,
+    moving_tensors: MovingTensors,
+    operands: TangentOperands,
+    rows: _Rows,
+    sums: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tangents of dQ, dK and dV of one chunk; adds those of learned tensors to ``sums``."""
+    """The tangents of dQ, dK and dV of one chunk; adds the tangents of learned tensors to
+    ``sums``."""
     problem = part.problem
     group, scale = problem.sizes.group, problem.scale
-    dq, dk, dv = (torch.zeros_like(x) for x in (of.q, of.k, of.v))
+    dq, dk, dv = (torch.zeros_like(x) for x in (operands.q, operands.k, operands.v))
     for start, stop in problem.keys.tiles():
         keys = slice(start, stop)
-        k = of.k[:, keys]
+        k = operands.k[:, keys]
         for run in part.runs(start, stop):
-            here = slice(run.start * group, run.stop * group)
+            grouped = slice(run.start * group, run.stop * group)
             bits = None if run.full else part.mask_bits(slice(run.start, run.stop), keys)
-            tile = _tile(part, moved, of, rows, slice(run.start, run.stop), keys, bits, sums)
-            q, do = of.q[:, here], rows.do[:, here]
-            dq[:, here] += scale * (tile.of_ds @ k)
-            dk[:, keys] += scale * (tile.of_ds.mT @ q)
-            if tile.of_p is not None:
-                dv[:, keys] += tile.of_p.mT @ do
-            if of.dk is not None:
-                dq[:, here] += scale * (tile.ds @ of.dk[:, keys])
-            if of.dq is not None:
-                dk[:, keys] += scale * (tile.ds.mT @ of.dq[:, here])
-            if rows.way is not None:
-                dv[:, keys] += tile.p.mT @ rows.way[:, here]
+            tile = _tile(
+                part, moving_tensors, operands, rows, slice(run.start, run.stop), keys, bits, sums
+            )
+            q, dout = operands.q[:, grouped], rows.dout[:, grouped]
+            dq[:, grouped] += scale * (tile.ds_tangent @ k)
+            dk[:, keys] += scale * (tile.ds_tangent.mT @ q)
+            if tile.p_tangent is not None:
+                dv[:, keys] += tile.p_tangent.mT @ dout
+            if operands.dk is not None:
+                dq[:, grouped] += scale * (tile.ds @ operands.dk[:, keys])
+            if operands.dq is not None:
+                dk[:, keys] += scale * (tile.ds.mT @ operands.dq[:, grouped])
+            if rows.dout_tangent is not None:
+                dv[:, keys] += tile.p.mT @ rows.dout_tangent[:, grouped]
     return dq, dk, dv
 
 
@@ -246,76 +270,89 @@ class _Tile(NamedTuple):
     """Z P and dS of a tile with their tangents, [pairs, rows * group, keys]."""
 
     p: Tensor
-    of_p: Tensor | None
+    p_tangent: Tensor | None
     ds: Tensor
-    of_ds: Tensor
+    ds_tangent: Tensor
 
 
 def _tile(
     part: ChunkScores,
-    moved: Moved,
-    of: TangentOperands,
+    moving_tensors: MovingTensors,
+    operands: TangentOperands,
     rows: _Rows,
-    places: slice,
+    queries: slice,
     keys: slice,
     bits: Tensor | None,
     sums: list[Tensor],
 ) -> _Tile:
     problem = part.problem
     group, softmax = problem.sizes.group, problem.spec.is_softmax
-    here = slice(places.start * group, places.stop * group)
-    t, way, slope, of_slope, uses = _scores(part, moved, of, places, keys)
+    grouped = slice(queries.start * group, queries.stop * group)
+    t, t_tangent, slope, slope_tangent, uses = _scores(
+        part, moving_tensors, operands, queries, keys
+    )
     bits = finite_bits(part, t, bits)
-    top, mu = rows.top[:, here], rows.mu[:, here]
-    kept = part.dropout_bits(places, keys)
+    top, mu = rows.top[:, grouped], rows.mu[:, grouped]
+    keep_bits = part.dropout_bits(queries, keys)
 
-    e = _dropped(part, rows.do[:, here] @ of.v[:, keys].mT, kept) - rows.delta[:, here]
-    of_e = -rows.of_delta[:, here].expand(e.shape)
-    if rows.way is not None:
-        of_e = of_e + _dropped(part, rows.way[:, here] @ of.v[:, keys].mT, kept)
-    if of.dv is not None:
-        of_e = of_e + _dropped(part, rows.do[:, here] @ of.dv[:, keys].mT, kept)
+    e = (
+        _dropped(part, rows.dout[:, grouped] @ operands.v[:, keys].mT, keep_bits)
+        - rows.delta[:, grouped]
+    )
+    e_tangent = -rows.delta_tangent[:, grouped].expand(e.shape)
+    if rows.dout_tangent is not None:
+        e_tangent = e_tangent + _dropped(
+            part, rows.dout_tangent[:, grouped] @ operands.v[:, keys].mT, keep_bits
+        )
+    if operands.dv is not None:
+        e_tangent = e_tangent + _dropped(
+            part, rows.dout[:, grouped] @ operands.dv[:, keys].mT, keep_bits
+        )
     if softmax:
         p = exp_(t - top)
         part.select(p, bits)
-        of_p = -p * mu if way is None else p * (way - mu)
-        one, of_one = p * e, of_p * e + p * of_e
+        p_tangent = -p * mu if t_tangent is None else p * (t_tangent - mu)
+        dt, dt_tangent = p * e, p_tangent * e + p * e_tangent
     else:
         p = t * top
-        of_p = p * -mu if way is None else top * way - p * mu
-        one, of_one = top * e, top * (of_e - mu * e)
-    for tensor in (one, of_one, p, of_p):
+        p_tangent = p * -mu if t_tangent is None else top * t_tangent - p * mu
+        dt, dt_tangent = top * e, top * (e_tangent - mu * e)
+    for tensor in (dt, dt_tangent, p, p_tangent):
         part.select(tensor, bits)
 
-    for number, by, of_by, element in uses:
-        found = part.grouped(of_one) * by + part.grouped(one) * of_by
-        found = found.reshape(p.shape)
-        part.select(found, bits)  # derivatives may be infinite there
-        add_at(sums[number], element, part.grouped(found), 1.0)
-    ds, of_ds = one, of_one
-    if slope is not None and of_slope is not None:
-        ds = (part.grouped(one) * slope).reshape(p.shape)
-        of_ds = (part.grouped(of_one) * slope + part.grouped(one) * of_slope).reshape(p.shape)
+    for number, factor, factor_tangent, element in uses:
+        summands = part.grouped(dt_tangent) * factor + part.grouped(dt) * factor_tangent
+        summands = summands.reshape(p.shape)
+        part.select(summands, bits)  # derivatives may be infinite there
+        add_at(sums[number], element, part.grouped(summands), 1.0)
+    ds, ds_tangent = dt, dt_tangent
+    if slope is not None and slope_tangent is not None:
+        ds = (part.grouped(dt) * slope).reshape(p.shape)
+        ds_tangent = (part.grouped(dt_tangent) * slope + part.grouped(dt) * slope_tangent).reshape(
+            p.shape
+        )
         part.select(ds, bits)
-        part.select(of_ds, bits)
-    return _Tile(_dropped(part, p, kept), _dropped(part, of_p, kept), ds, of_ds)
+        part.select(ds_tangent, bits)
+    return _Tile(_dropped(part, p, keep_bits), _dropped(part, p_tangent, keep_bits), ds, ds_tangent)
 
 
-def _dropped(part: ChunkScores, tile: Tensor, kept: Tensor | None) -> Tensor:
+def _dropped(part: ChunkScores, tile: Tensor, keep_bits: Tensor | None) -> Tensor:
     """Z times a tile, which is overwritten."""
-    if kept is None or part.problem.dropout_scale is None:
+    if keep_bits is None or part.problem.dropout_scale is None:
         return tile
-    part.select(tile, kept)
+    part.select(tile, keep_bits)
     return tile.mul_(part.problem.dropout_scale)
 
 
-def _add_sink(part: ChunkScores, moved: Moved, rows: _Rows, sums: list[Tensor]) -> None:
+def _add_sink(
+    part: ChunkScores, moving_tensors: MovingTensors, rows: _Rows, sums: list[Tensor]
+) -> None:
     """Adds a chunk's contribution to the tangent of the sink's gradient."""
     problem: SequenceProblem = part.problem
-    place = problem.learned_sink
-    if place is None:
+    sink_index = problem.learned_sink
+    if sink_index is None:
         return
-    of_sink, every = moved.of_sink(problem), slice(0, problem.sizes.seq_q)
-    way = 0.0 if of_sink is None else sinks.logits(part, every, of_sink)
-    found = (way - rows.mu) * rows.delta + rows.of_delta
-    sinks.add_gradient(sums[place], part, rows.top, found)
+    sink_tangent, all_rows = moving_tensors.sink_tangent(problem), slice(0, problem.sizes.seq_q)
+    logit_tangents = 0.0 if sink_tangent is None else sinks.logits(part, all_rows, sink_tangent)
+    dlogits = (logit_tangents - rows.mu) * rows.delta + rows.delta_tangent
+    sinks.add_gradient(sums[sink_index], part, rows.top, dlogits)

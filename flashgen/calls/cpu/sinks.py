@@ -27,8 +27,8 @@ def logits(part: ChunkScores, rows: slice, sink: Tensor | None = None) -> Tensor
     if sink is None or problem.spec.sink is None:
         return torch.tensor(-math.inf, dtype=problem.real)
     shape = part.chunk.pairs, rows.stop - rows.start, problem.sizes.group
-    found = logits_of(sink, problem.spec.sink.dims, _rows(part, rows), problem.real)
-    return found.expand(shape).reshape(shape[0], -1, 1)
+    row_logits = logits_of(sink, problem.spec.sink.dims, _rows(part, rows), problem.real)
+    return row_logits.expand(shape).reshape(shape[0], -1, 1)
 
 
 def join(sink: Tensor, row_max: Tensor, row_sum: Tensor, o: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ def add_gradient(total: Tensor, part: ChunkScores, lse: Tensor, delta: Tensor) -
     assert sink is not None, "called for specs with a sink only"
     weight = weights(part, rows, lse)
     assert weight is not None, "there is a sink"
-    of_rows = (weight * delta).view(part.chunk.pairs, -1, problem.sizes.group)
-    total -= gradient_of_rows(problem.sink, sink.dims, _rows(part, rows), of_rows).flatten()
+    row_gradients = (weight * delta).view(part.chunk.pairs, -1, problem.sizes.group)
+    total -= gradient_of_rows(problem.sink, sink.dims, _rows(part, rows), row_gradients).flatten()
 
 
 def weights(part: ChunkScores, rows: slice, lse: Tensor) -> Tensor | None:

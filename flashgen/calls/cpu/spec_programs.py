@@ -65,22 +65,26 @@ def programs_of(spec: AttentionSpec, real: torch.dtype) -> SpecPrograms:
     analysis = analyse(spec)
     same, slope = analysis.score.identity, analysis.score.derivative
     learned = [tensor.symbol for tensor in spec.tensors if tensor.grad]
-    read = [(element, by) for element, by in analysis.score.learned if by != 0]
+    read = [
+        (element, element_slope)
+        for element, element_slope in analysis.score.learned
+        if element_slope != 0
+    ]
     results, uses = [spec.score], []
     if slope != 1:
         results.append(slope)
-    for element, by in read:
-        number = by.is_number and by.is_finite
-        factor = float(evaluate(by, {})) if number else None
+    for element, element_slope in read:
+        number = element_slope.is_number and element_slope.is_finite
+        factor = float(evaluate(element_slope, {})) if number else None
         uses.append(LearnedRead(learned.index(element.tensor), factor))
         if not number:
-            results.append(by)
-    places = tuple(element for element, _ in read)
+            results.append(element_slope)
+    elements = tuple(element for element, _ in read)
     return SpecPrograms(
         analysis=analysis,
         mask=None if spec.keep == sympy.true else compiled((spec.keep,), real),
         score=None if same else compiled((spec.score,), real),
-        derivatives=compiled(tuple(results), real, places) if slope != 1 or uses else None,
+        derivatives=compiled(tuple(results), real, elements) if slope != 1 or uses else None,
         has_slope=slope != 1,
         uses=tuple(uses),
     )

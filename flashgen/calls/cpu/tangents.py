@@ -60,47 +60,56 @@ def tangent(
     Args:
         q, k, v, arguments: as in `forward`, on any device.
         results: out and lse of `forward`, or of kernels.
-        tangents: those of the operands; ``captured`` for spec's learned tensors, in their order.
+        tangents: the tangents of the operands; ``captured`` for the learned tensors, in the order
+            of spec.tensors.
 
     Returns:
         The tangents of out and of lse, float32, or float64 for float64 operands. A row without a
         kept key has 0, and the tangent of the sink. With other weights than those of the softmax,
-        the second one is that of the sum of a row's weights, or 0 where nothing is divided by it.
+        the second one is the tangent of the sum of a row's weights, or 0 where nothing is divided
+        by this sum.
     """
-    of_out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=real_of(q))
-    of_lse = q.new_zeros(q.shape[:3], dtype=of_out.dtype)
-    moved = Moved.of(spec, tangents)
-    for sequence, problem, chunks in moved.parts(q, k, arguments, backward=False):
-        rows_out, rows_lse = sequence.of_queries(of_out, of_lse)
-        own_q, out, lse = sequence.of_queries(q, *results)
-        own_k, own_v = sequence.of_keys(k, v)
-        (of_q,) = sequence.of_queries(tangents.q) if tangents.q is not None else (None,)
-        of_k, of_v = (
-            None if x is None else sequence.of_keys(x)[0] for x in (tangents.k, tangents.v)
+    out_tangent = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=real_of(q))
+    lse_tangent = q.new_zeros(q.shape[:3], dtype=out_tangent.dtype)
+    moving_tensors = MovingTensors.from_tangents(spec, tangents)
+    for sequence, problem, chunks in moving_tensors.parts(q, k, arguments, backward=False):
+        out_tangent_rows, lse_tangent_rows = sequence.query_rows(out_tangent, lse_tangent)
+        q_rows, out_rows, lse_rows = sequence.query_rows(q, *results)
+        k_rows, v_rows = sequence.key_rows(k, v)
+        (q_tangent,) = sequence.query_rows(tangents.q) if tangents.q is not None else (None,)
+        k_tangent, v_tangent = (
+            None if x is None else sequence.key_rows(x)[0] for x in (tangents.k, tangents.v)
         )
         if problem.is_empty:
-            sink = moved.of_sink(problem)
+            sink = moving_tensors.sink_tangent(problem)
             if sink is not None and spec.sink is not None:
-                places = sinks.rows_without_keys(problem)
-                rows_lse.copy_(logits_of(sink, spec.sink.dims, places, rows_lse.dtype))
+                sink_rows = sinks.rows_without_keys(problem)
+                lse_tangent_rows.copy_(
+                    logits_of(sink, spec.sink.dims, sink_rows, lse_tangent_rows.dtype)
+                )
             continue
         for part in chunks:
-            operands = TangentOperands.of(part, (own_q, own_k, own_v), (of_q, of_k, of_v))
+            operands = TangentOperands.from_chunk(
+                part, (q_rows, k_rows, v_rows), (q_tangent, k_tangent, v_tangent)
+            )
             chunk, real = part.chunk, problem.real
-            own = chunk.of_queries(out).to(real), chunk.of_queries(lse[..., None]).to(real)
-            o, mu = _chunk(part, moved, operands, *own)
-            chunk.to_queries(rows_out, o)
-            chunk.to_queries(rows_lse[..., None], mu)
-    return of_out, of_lse
+            row_results = (
+                chunk.query_matrices(out_rows).to(real),
+                chunk.query_matrices(lse_rows[..., None]).to(real),
+            )
+            o, mu = _chunk(part, moving_tensors, operands, *row_results)
+            chunk.to_queries(out_tangent_rows, o)
+            chunk.to_queries(lse_tangent_rows[..., None], mu)
+    return out_tangent, lse_tangent
 
 
 @dataclass(frozen=True, eq=False)
-class Moved:
-    """What moves in a call: the spec, with the programs of its tangents.
+class MovingTensors:
+    """The tangents of learned tensors in a call, with the programs that read them.
 
     Attributes:
         score: whether q or k has a tangent.
-        tensors: the tangents of learned tensors that there are, by the name of the tensor.
+        tensors: the tangents of learned tensors, by the name of the tensor.
     """
 
     spec: AttentionSpec
@@ -108,12 +117,14 @@ class Moved:
     tensors: Mapping[str, Tensor]
 
     @staticmethod
-    def of(spec: AttentionSpec, tangents: Tangents) -> Moved:
+    def from_tangents(spec: AttentionSpec, tangents: Tangents) -> MovingTensors:
         learned = [tensor.name for tensor in spec.tensors if tensor.grad]
         captured = tangents.captured or (None,) * len(learned)
         pairs = zip(learned, captured, strict=True)
-        found = {name: x.detach() for name, x in pairs if x is not None}
-        return Moved(spec, tangents.q is not None or tangents.k is not None, found)
+        captured_tangents = {name: x.detach() for name, x in pairs if x is not None}
+        return MovingTensors(
+            spec, tangents.q is not None or tangents.k is not None, captured_tangents
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -128,7 +139,7 @@ class Moved:
             part.problem.tensors |= {symbols[name]: x for name, x in self.tensors.items()}
             yield part
 
-    def of_sink(self, problem: SequenceProblem) -> Tensor | None:
+    def sink_tangent(self, problem: SequenceProblem) -> Tensor | None:
         """The tangent of the sink; None without one."""
         sink = problem.spec.sink
         return None if sink is None else self.tensors.get(sink.name)
@@ -144,9 +155,9 @@ def _program(
     spec: AttentionSpec, score: bool, names: frozenset[str], real: torch.dtype
 ) -> Program | None:
     """The program of t and t'; None where t is the score."""
-    of = analysis_of(spec, score, names)
-    identity = of.score == SCORE and spec.is_softmax and not names
-    return None if identity else compiled((of.score, of.tangent), real)
+    analysis = analysis_of(spec, score, names)
+    identity = analysis.score == SCORE and spec.is_softmax and not names
+    return None if identity else compiled((analysis.score, analysis.tangent), real)
 
 
 @dataclass(frozen=True)
@@ -167,41 +178,41 @@ class TangentOperands:
     dv: Tensor | None
 
     @staticmethod
-    def of(
+    def from_chunk(
         part: ChunkScores,
         operands: tuple[Tensor, Tensor, Tensor],
         tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> TangentOperands:
         chunk, real = part.chunk, part.problem.real
-        q, k = chunk.of_queries(operands[0]), chunk.of_keys(operands[1])
+        q, k = chunk.query_matrices(operands[0]), chunk.key_matrices(operands[1])
         dtype = part.problem.products(q, k).dtype
         exact = q.to(dtype), k.to(dtype)
         dq, dk, dv = tangents
         return TangentOperands(
             q.to(real),
             k.to(real),
-            chunk.of_keys(operands[2]).to(real),
+            chunk.key_matrices(operands[2]).to(real),
             exact,
-            wide_of_queries(chunk, dq, real),
-            None if dk is None else chunk.of_keys(dk).to(real),
-            None if dv is None else chunk.of_keys(dv).to(real),
+            wide_query_matrices(chunk, dq, real),
+            None if dk is None else chunk.key_matrices(dk).to(real),
+            None if dv is None else chunk.key_matrices(dv).to(real),
         )
 
     def scores(self, rows: slice, keys: slice, scale: float) -> tuple[Tensor, Tensor | None]:
         """s and s' of a tile, [pairs, rows * group, keys]."""
         q, k = self.exact
         s = (q[:, rows] @ k[:, keys].mT).mul_(scale).to(self.q.dtype)
-        moved = None
+        s_tangent = None
         if self.dq is not None:
-            moved = self.dq[:, rows] @ self.k[:, keys].mT
+            s_tangent = self.dq[:, rows] @ self.k[:, keys].mT
         if self.dk is not None:
-            more = self.q[:, rows] @ self.dk[:, keys].mT
-            moved = more if moved is None else moved.add_(more)
-        return s, None if moved is None else moved.mul_(scale)
+            k_part = self.q[:, rows] @ self.dk[:, keys].mT
+            s_tangent = k_part if s_tangent is None else s_tangent.add_(k_part)
+        return s, None if s_tangent is None else s_tangent.mul_(scale)
 
 
-def wide_of_queries(chunk: Chunk, tensor: Tensor | None, real: torch.dtype) -> Tensor | None:
-    return None if tensor is None else chunk.of_queries(tensor).to(real)
+def wide_query_matrices(chunk: Chunk, tensor: Tensor | None, real: torch.dtype) -> Tensor | None:
+    return None if tensor is None else chunk.query_matrices(tensor).to(real)
 
 
 def finite_bits(part: ChunkScores, scores: Tensor, bits: Tensor | None) -> Tensor | None:
@@ -213,122 +224,129 @@ def finite_bits(part: ChunkScores, scores: Tensor, bits: Tensor | None) -> Tenso
 
 
 def _chunk(
-    part: ChunkScores, moved: Moved, of: TangentOperands, out: Tensor, lse: Tensor
+    part: ChunkScores,
+    moving_tensors: MovingTensors,
+    operands: TangentOperands,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The tangents of O and of LSE of one chunk, [pairs, seq_q * group, x].
 
     Args:
-        out, lse: the results of the chunk, likewise; of weights lse is their sum.
+        out, lse: the results of the chunk, of the same shape; lse is the sum of weights that are no
+            exponentials.
     """
     problem = part.problem
     group, spec = problem.sizes.group, problem.spec
-    program = _program(spec, moved.score, moved.names, problem.real)
-    of_out, of_lse = torch.empty_like(out), torch.empty_like(lse)
+    program = _program(spec, moving_tensors.score, moving_tensors.names, problem.real)
+    out_tangent, lse_tangent = torch.empty_like(out), torch.empty_like(lse)
     tile = _query_tile if spec.is_softmax else _weighted_tile
     for start, stop in problem.queries.tiles():
-        here = slice(start * group, stop * group)
-        given = out[:, here], lse[:, here]
-        of_out[:, here], of_lse[:, here] = tile(part, moved, program, of, slice(start, stop), given)
-    return of_out, of_lse
+        grouped = slice(start * group, stop * group)
+        row_results = out[:, grouped], lse[:, grouped]
+        out_tangent[:, grouped], lse_tangent[:, grouped] = tile(
+            part, moving_tensors, program, operands, slice(start, stop), row_results
+        )
+    return out_tangent, lse_tangent
 
 
 def _tangents_of_tile(
     part: ChunkScores,
     program: Program | None,
-    of: TangentOperands,
+    operands: TangentOperands,
     rows: slice,
     keys: slice,
 ) -> tuple[Tensor, Tensor | None]:
     """t and t' of a tile, [pairs, rows * group, keys]; None for a t' of 0."""
     group = part.problem.sizes.group
-    here = slice(rows.start * group, rows.stop * group)
-    s, moved = of.scores(here, keys, part.problem.scale)
-    return (s, moved) if program is None else part.pushed(program, rows, keys, s, moved)[:2]
+    grouped = slice(rows.start * group, rows.stop * group)
+    s, s_tangent = operands.scores(grouped, keys, part.problem.scale)
+    return (s, s_tangent) if program is None else part.pushed(program, rows, keys, s, s_tangent)[:2]
 
 
 def _query_tile(
     part: ChunkScores,
-    moved: Moved,
+    moving_tensors: MovingTensors,
     program: Program | None,
-    of: TangentOperands,
+    operands: TangentOperands,
     rows: slice,
-    given: tuple[Tensor, Tensor],
+    row_results: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The tangents of O and of LSE of the query positions ``rows``.
 
     Args:
-        given: rows of O and of LSE.
+        row_results: rows of O and of LSE.
     """
-    problem, (out, lse) = part.problem, given
+    problem, (out, lse) = part.problem, row_results
     top = lse.masked_fill(lse == -math.inf, math.inf)
     x, n, r = torch.zeros_like(out), torch.zeros_like(lse), torch.zeros_like(lse)
-    found = torch.zeros_like(lse, dtype=torch.bool)  # rows that have a reference
+    has_reference = torch.zeros_like(lse, dtype=torch.bool)  # rows that have a reference
     for run in part.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         bits = None if run.full else part.mask_bits(rows, keys)
-        t, way = _tangents_of_tile(part, program, of, rows, keys)
+        t, t_tangent = _tangents_of_tile(part, program, operands, rows, keys)
         bits = finite_bits(part, t, bits)
         p = exp_(t - top)
         part.select(p, bits)
-        kept = part.dropout_bits(rows, keys)
-        if way is not None:
-            part.select(way, bits)
+        keep_bits = part.dropout_bits(rows, keys)
+        if t_tangent is not None:
+            part.select(t_tangent, bits)
             total = p.sum(-1, keepdim=True)
-            mean = (p * way).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1)
-            r = torch.where(found, r, mean)
-            found = found | (total > 0)
-            y = p * (way - r)
+            mean = (p * t_tangent).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1)
+            r = torch.where(has_reference, r, mean)
+            has_reference = has_reference | (total > 0)
+            y = p * (t_tangent - r)
             n = n + y.sum(-1, keepdim=True)
-            part.select(y, kept)
-            x = x + y @ of.v[:, keys]
-        if of.dv is not None:
-            part.select(p, kept)
-            x = x + p @ of.dv[:, keys]
+            part.select(y, keep_bits)
+            x = x + y @ operands.v[:, keys]
+        if operands.dv is not None:
+            part.select(p, keep_bits)
+            x = x + p @ operands.dv[:, keys]
     if problem.dropout_scale is not None:
         x = x * problem.dropout_scale
     sink = sinks.weights(part, rows, top)
     if sink is not None:
-        of_sink = moved.of_sink(problem)
-        share = 0.0 if of_sink is None else sinks.logits(part, rows, of_sink)
-        n = n + sink * torch.where(sink == 0, torch.zeros_like(r), share - r)
+        sink_tangent = moving_tensors.sink_tangent(problem)
+        logit_tangents = 0.0 if sink_tangent is None else sinks.logits(part, rows, sink_tangent)
+        n = n + sink * torch.where(sink == 0, torch.zeros_like(r), logit_tangents - r)
     return x - n * out, n + r
 
 
 def _weighted_tile(
     part: ChunkScores,
-    moved: Moved,
+    moving_tensors: MovingTensors,
     program: Program | None,
-    of: TangentOperands,
+    operands: TangentOperands,
     rows: slice,
-    given: tuple[Tensor, Tensor],
+    row_results: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """`_query_tile` with weights that are no exponentials."""
     problem, divided = part.problem, part.problem.spec.sums_weights
-    x, u, sums, moved_sums = (torch.zeros_like(given[i]) for i in (0, 0, 1, 1))
+    x, u, sums, sum_tangents = (torch.zeros_like(row_results[i]) for i in (0, 0, 1, 1))
     for run in part.runs(rows.start, rows.stop):
         keys = slice(run.start, run.stop)
         bits = None if run.full else part.mask_bits(rows, keys)
-        w, way = _tangents_of_tile(part, program, of, rows, keys)
-        kept = part.dropout_bits(rows, keys)
-        if way is not None:
-            part.select(way, bits)
-            moved_sums = moved_sums + way.sum(-1, keepdim=True)
-            part.select(way, kept)
-            x = x + way @ of.v[:, keys]
-        if of.dv is not None or divided:
+        w, w_tangent = _tangents_of_tile(part, program, operands, rows, keys)
+        keep_bits = part.dropout_bits(rows, keys)
+        if w_tangent is not None:
+            part.select(w_tangent, bits)
+            sum_tangents = sum_tangents + w_tangent.sum(-1, keepdim=True)
+            part.select(w_tangent, keep_bits)
+            x = x + w_tangent @ operands.v[:, keys]
+        if operands.dv is not None or divided:
             part.select(w, bits)
             sums = sums + w.sum(-1, keepdim=True)
-            part.select(w, kept)
-        if of.dv is not None:
-            x = x + w @ of.dv[:, keys]
+            part.select(w, keep_bits)
+        if operands.dv is not None:
+            x = x + w @ operands.dv[:, keys]
         if divided:  # W' O may cancel most of the sum, beyond the digits of a rounded O or W
-            u = u + w @ of.v[:, keys]
+            u = u + w @ operands.v[:, keys]
     if problem.dropout_scale is not None:
         x, u = x * problem.dropout_scale, u * problem.dropout_scale
     if not divided:
-        return x, moved_sums.zero_()
+        return x, sum_tangents.zero_()
     share = shares_of(sums)
-    return share * (x - moved_sums * (share * u)), moved_sums
+    return share * (x - sum_tangents * (share * u)), sum_tangents
 
 
 def shares_of(sums: Tensor) -> Tensor:

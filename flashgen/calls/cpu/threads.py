@@ -41,16 +41,16 @@ def share(threads: int, count: int, work: Work, *, fixed: bool = False) -> None:
             the next free thread.
 
     Raises:
-        BaseException: what ``work`` raised first; items that had not begun are left out.
+        BaseException: the first exception of ``work``; items that had not begun are left out.
     """
     if threads == 1:
         for item in range(count):
             work(0, item)
         return
-    taken, failed = itertools.count(), threading.Event()
+    next_items, failed = itertools.count(), threading.Event()
 
     def run(thread: int) -> None:
-        items = itertools.count(thread, threads) if fixed else taken
+        items = itertools.count(thread, threads) if fixed else next_items
         try:
             with torch.no_grad():
                 while not failed.is_set() and (item := next(items)) < count:
@@ -62,20 +62,20 @@ def share(threads: int, count: int, work: Work, *, fixed: bool = False) -> None:
     pool = _pool(torch.get_num_threads(), os.getpid())
     running = [pool.submit(run, thread) for thread in range(min(threads, count))]
     wait(running)
-    for each in running:
-        each.result()
+    for future in running:
+        future.result()
 
 
 def alone(threads: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, computed by one of ``threads``, whose operations are no regions."""
-    found: list[T] = []
-    share(threads, 1, lambda thread, item: found.append(work()))
-    return found[0]
+    """The result of ``work`` in one of ``threads``; its operations start no threads of torch."""
+    results: list[T] = []
+    share(threads, 1, lambda thread, item: results.append(work()))
+    return results[0]
 
 
 @lru_cache(maxsize=2)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """The threads of this process: those of the parent do not survive a fork."""
+    """The threads of this process: the threads of its parent do not survive a fork."""
     started = threading.Barrier(threads + 1)
 
     def start() -> None:

@@ -1,7 +1,7 @@
-"""The C sources of an export: what the templates in ``templates/export/`` are filled with.
+"""The C sources of an export: the values that fill the templates in ``templates/export/``.
 
-The launches are those of the runtime, in C: the same kernel for the same call, with the same bytes
-of parameters. `calls.runtime.kernel_arguments` and `shared.launch_facts` are the rules that
+The launches in C are as in the runtime: the same kernel for the same call, with the same bytes of
+parameters. `calls.runtime.kernel_arguments` and `shared.launch_facts` are the rules that
 the templates repeat; a test compares the bytes.
 """
 
@@ -89,12 +89,12 @@ def _fields(manifest: Manifest) -> Fields:
     )
     layouts = _Layouts(captured, tuple(dict.fromkeys(x["name"] for x in tables)))
     kernels = [_kernel(manifest.kernels[number], layouts) for number in used]
-    for each in (*forms["forwards"], *tables):
-        each["kernel"] = used.index(each["kernel"])
-    for each in forms["backwards"]:
-        each["kernels"] = [used.index(number) for number in each["kernels"]]
+    for form in (*forms["forwards"], *tables):
+        form["kernel"] = used.index(form["kernel"])
+    for form in forms["backwards"]:
+        form["kernels"] = [used.index(number) for number in form["kernels"]]
     learned = _learned(signature, captured)
-    every = [tensor.name for tensor in signature.learned]
+    learned_names = [tensor.name for tensor in signature.learned]
     dtype, out_dtype = signature.dtype, signature.out_dtype
     assert dtype is not None, "kernels are exported for one dtype"
     assert out_dtype is not None
@@ -119,11 +119,11 @@ def _fields(manifest: Manifest) -> Fields:
         "dropout_block": BLOCK,
         "packed": signature.packed,
         "cuda": max(manifest.kernels[number].cuda for number in used),
-        "captured": [_of_tensor(tensor) for tensor in captured],
+        "captured": [_tensor_fields(tensor) for tensor in captured],
         "most_axes": max([4, *(len(tensor.dims) for tensor in captured)]),
-        "scalars": [_of_scalar(scalar) for scalar in signature.scalars],
+        "scalars": [_scalar_fields(scalar) for scalar in signature.scalars],
         "learned": learned,
-        "unlearned": ", ".join(every) if every and not learned else "",
+        "unlearned": ", ".join(learned_names) if learned_names and not learned else "",
         "sum_dtype": sums.dtype,
         "sum_bytes": sums.itemsize,
         "backward": bool(forms["backwards"]),
@@ -138,9 +138,9 @@ def _fields(manifest: Manifest) -> Fields:
         "table_count": len({x["name"] for x in tables}),
         "span": SPAN,
         "kernels": kernels,
-        "layouts": layouts.found,
-        "kinds": {field["kind"] for layout in layouts.found for field in layout["fields"]},
-        "most_bytes": max(layout["bytes"] for layout in layouts.found),
+        "layouts": layouts.fields,
+        "kinds": {field["kind"] for layout in layouts.fields for field in layout["fields"]},
+        "most_bytes": max(layout["bytes"] for layout in layouts.fields),
         "narrow": _narrow(record),
         "archs": [_arch(arch) for arch in archs],
         **_dimensions(captured),
@@ -152,7 +152,7 @@ def _fields(manifest: Manifest) -> Fields:
 
 
 def _captured(record: ProgramRecord) -> tuple[TensorArgument, ...]:
-    """The captured tensors, and those of a block layout that is a function."""
+    """The captured tensors, and the tensors of a block layout that is a function."""
     tensors = record.signature.tensors
     if record.layout is not None and record.layout.rows:
         tensors += tuple(TensorArgument(*tensor.key) for tensor in TENSORS)
@@ -164,8 +164,8 @@ def _learned(signature: CallSignature, captured: Sequence[TensorArgument]) -> li
     if signature.sink is not None and signature.sink.grad:
         return []
     return [
-        {"name": tensor.name, "place": place, "rank": len(tensor.dims)}
-        for place, tensor in enumerate(captured)
+        {"name": tensor.name, "index": index, "rank": len(tensor.dims)}
+        for index, tensor in enumerate(captured)
         if tensor.grad
     ]
 
@@ -178,27 +178,27 @@ def _forms(record: ProgramRecord, archs: Sequence[str]) -> Fields:
     sink = record.signature.sink
     all_learned = sink is None or not sink.grad
 
-    def taken_by(arch: str, of: Pass) -> str:
-        path = record.path_of(arch, of, is_open=True)
+    def taken_by(arch: str, pass_: Pass) -> str:
+        path = record.path_of(arch, pass_, is_open=True)
         return arch if path is None else path.taken
 
     forwards, backwards, fallbacks = [], [], []
-    for place, arch in enumerate(archs):
+    for arch_index, arch in enumerate(archs):
         by_tma = facts(arch).code_path.copies_by_tma
         fallbacks.append(int(by_tma))
         for fallback in (0, 1) if by_tma else (0,):
-            how = {"arch": place, "fallback": fallback}
+            conditions = {"arch": arch_index, "fallback": fallback}
             for form in record.forward:
-                taken = portable(arch) if fallback else taken_by(arch, Pass(form.drops))
-                if form.arch == taken and form.heads == 1 and not form.few_rows:
-                    forwards.append({**vars(form), **how})
-            for each in record.backward:
-                of = Pass(each.drops, each.learns, True, each.deterministic)
-                taken = portable(arch) if fallback else taken_by(arch, of)
+                kernel_arch = portable(arch) if fallback else taken_by(arch, Pass(form.drops))
+                if form.arch == kernel_arch and form.heads == 1 and not form.few_rows:
+                    forwards.append({**vars(form), **conditions})
+            for backward in record.backward:
+                pass_ = Pass(backward.drops, backward.learns, True, backward.deterministic)
+                kernel_arch = portable(arch) if fallback else taken_by(arch, pass_)
                 # Exact sums of learned tensors need steps on the host between their launches.
-                exact = each.learns and (each.deterministic or not all_learned)
-                if each.arch == taken and not exact:
-                    backwards.append({**vars(each), **how})
+                exact = backward.learns and (backward.deterministic or not all_learned)
+                if backward.arch == kernel_arch and not exact:
+                    backwards.append({**vars(backward), **conditions})
     return {"forwards": forwards, "backwards": backwards, "fallbacks": fallbacks}
 
 
@@ -206,35 +206,37 @@ def _tables(
     manifest: Manifest, archs: Sequence[str], captured: Sequence[TensorArgument]
 ) -> list[Fields]:
     """The kernels of min/max tables by architecture."""
-    found = []
+    tables = []
     names: dict[str, int] = {}
-    for place, arch in enumerate(archs):
+    for arch_index, arch in enumerate(archs):
         for number in manifest.programs[0].tables.get(arch, ()):
             params = manifest.kernels[number].facts.params
             name = next(p.name for p in params if _TABLE.fullmatch(p.name))
-            of, _, axis = name.removeprefix("m_").rpartition("_")
-            at, tensor = next((i, x) for i, x in enumerate(captured) if x.name == of)
-            found.append(
+            tensor_name, _, axis = name.removeprefix("m_").rpartition("_")
+            tensor_index, tensor = next(
+                (i, x) for i, x in enumerate(captured) if x.name == tensor_name
+            )
+            tables.append(
                 {
                     "name": name,
                     "kernel": number,
-                    "arch": place,
+                    "arch": arch_index,
                     "table": names.setdefault(name, len(names)),
-                    "captured": at,
+                    "captured": tensor_index,
                     "axis": int(axis),
                     "rank": len(tensor.dims),
                     "element_bytes": ITEMSIZE[ELEMENTS[tensor.dtype].value_dtype],
                 }
             )
-    return found
+    return tables
 
 
 class _Layouts:
     """The parameter structs of kernels, each once."""
 
     def __init__(self, captured: Sequence[TensorArgument], tables: Sequence[str]) -> None:
-        self.found: list[Fields] = []
-        self._places = {field_stem(x.name): place for place, x in enumerate(captured)}
+        self.fields: list[Fields] = []
+        self._indices = {field_stem(x.name): index for index, x in enumerate(captured)}
         self._ranks = {field_stem(x.name): len(x.dims) for x in captured}
         self._tables = tables
         self._numbers: dict[tuple[ParamFacts, ...], int] = {}
@@ -244,40 +246,40 @@ class _Layouts:
         if params not in self._numbers:
             fields = [self._field(param) for param in params]
             maps = any(field["kind"] == "map" for field in fields)
-            self._numbers[params] = len(self.found)
-            self.found.append(
+            self._numbers[params] = len(self.fields)
+            self.fields.append(
                 {"fields": fields, "bytes": record.resources.param_bytes, "maps": maps}
             )
         return self._numbers[params]
 
     def _field(self, param: ParamFacts) -> Fields:
         name, ctype = param
-        found: Fields = {"c_type": _C_TYPES.get(ctype, ""), "name": _c_field(name), "axis": 0}
+        field: Fields = {"c_type": _C_TYPES.get(ctype, ""), "name": _c_field(name), "axis": 0}
         if ctype == "tensormap":
-            return {**found, "kind": "map", "of": _c_field(name), "axis": _BOXES.index(name)}
+            return {**field, "kind": "map", "of": _c_field(name), "axis": _BOXES.index(name)}
         strides, sizes = _STRIDE.fullmatch(name), _CAPTURED.fullmatch(name)
-        if sizes and sizes[2] in self._places:
+        if sizes and sizes[2] in self._indices:
             kind = ("gradient_" if sizes[1] else "captured_") + sizes[3]
-            of, rank = self._places[sizes[2]], self._ranks[sizes[2]]
-            return {**found, "kind": kind, "of": of, "axis": sizes[4], "rank": rank}
+            captured_index, rank = self._indices[sizes[2]], self._ranks[sizes[2]]
+            return {**field, "kind": kind, "of": captured_index, "axis": sizes[4], "rank": rank}
         if strides and strides[1] in _TENSORS:
             axis = "bhn".index(strides[2])
-            return {**found, "kind": "stride", "of": _c_field(strides[1]), "axis": axis}
+            return {**field, "kind": "stride", "of": _c_field(strides[1]), "axis": axis}
         if ctype == "pointer":
-            return found | self._pointer(name)
+            return field | self._pointer(name)
         if name.startswith("d_"):
-            return {**found, "kind": "multiplier", "of": name[2:]}
+            return {**field, "kind": "multiplier", "of": name[2:]}
         if name.startswith("i_"):
-            return {**found, "kind": "inverse", "of": name[2:]}
-        return {**found, "kind": "number", "of": name}
+            return {**field, "kind": "inverse", "of": name[2:]}
+        return {**field, "kind": "number", "of": name}
 
     def _pointer(self, name: str) -> Fields:
         if name in _TENSORS:
             return {"kind": "tensor", "of": _c_field(name)}
         if name.startswith("c_"):
-            return {"kind": "captured", "of": self._places[name[2:]]}
+            return {"kind": "captured", "of": self._indices[name[2:]]}
         if name.startswith("dc_"):
-            return {"kind": "gradient", "of": self._places[name[3:]]}
+            return {"kind": "gradient", "of": self._indices[name[3:]]}
         if name.startswith("m_"):
             return {"kind": "table", "of": self._tables.index(name)}
         return {"kind": "number", "of": name}
@@ -297,50 +299,50 @@ _OTHER_MACROS = {
 def _c_argument(name: str) -> str:
     """The field of a captured tensor or a scalar in C, ``int_value`` for "int" or a macro."""
     word = re.sub(r"(_value)+$", "", name)
-    taken = word in KEYWORDS or word in _OTHER_MACROS or MACRO.match(word)
-    return f"{name}_value" if taken else name
+    is_reserved = word in KEYWORDS or word in _OTHER_MACROS or MACRO.match(word)
+    return f"{name}_value" if is_reserved else name
 
 
 def _kernel(record: KernelRecord, layouts: _Layouts) -> Fields:
-    of: LaunchFacts = record.facts
-    boxes, machine = dict(of.boxes), of.machine
+    facts: LaunchFacts = record.facts
+    boxes, machine = dict(facts.boxes), facts.machine
     return {
-        "facts": of,
-        "delta": of.kernel == "delta",
+        "facts": facts,
+        "delta": facts.kernel == "delta",
         "file": f"kernels/{record.stem}.cubin",
-        "row_bytes": of.row_bytes,
-        "sums_tile": of.sums_tile or (0, 0),
-        "grouped": any(param.name == "head_bits" for param in of.params),
-        "machine": [repr(float(each)) for each in machine],
+        "row_bytes": facts.row_bytes,
+        "sums_tile": facts.sums_tile or (0, 0),
+        "grouped": any(param.name == "head_bits" for param in facts.params),
+        "machine": [repr(float(value)) for value in machine],
         "boxes": [boxes.get(name, (0, 0, 0)) for name in _BOXES],
         "layout": layouts.number(record),
     }
 
 
 def _arch(arch: str) -> Fields:
-    major, minor, own = version_of(arch)
-    return {"name": arch, "major": major, "minor": minor, "exact": int(own)}
+    major, minor, exact = version_of(arch)
+    return {"name": arch, "major": major, "minor": minor, "exact": int(exact)}
 
 
-def _of_tensor(tensor: TensorArgument) -> Fields:
+def _tensor_fields(tensor: TensorArgument) -> Fields:
     dims, rank = ", ".join(map(str, tensor.dims)), len(tensor.dims)
     field, name, dtype = _c_argument(tensor.name), tensor.name, tensor.dtype
-    one = ", or of length 1" if any(isinstance(dim, str) for dim in tensor.dims) else ""
-    of_dtype = {"dtype": dtype, "itemsize": ITEMSIZE[dtype]}
-    return {"name": name, "field": field, **of_dtype, "dims": dims, "rank": rank, "one": one}
+    or_one = ", or of length 1" if any(isinstance(dim, str) for dim in tensor.dims) else ""
+    dtype_fields = {"dtype": dtype, "itemsize": ITEMSIZE[dtype]}
+    return {"name": name, "field": field, **dtype_fields, "dims": dims, "rank": rank, "one": or_one}
 
 
 _MOST_FLOAT = f"{FLOAT32_MAX!r}f"
 
 
-def _of_scalar(scalar: ScalarArgument) -> Fields:
+def _scalar_fields(scalar: ScalarArgument) -> Fields:
     least, most = _bounds(scalar)
-    found = {"name": scalar.name, "field": _c_argument(scalar.name), "least": least, "most": most}
+    fields = {"name": scalar.name, "field": _c_argument(scalar.name), "least": least, "most": most}
     if scalar.dtype == "float32":
         shown = ", finite" if scalar.minimum is None else f", from {least.removesuffix('f')} on"
-        return {**found, "c_type": "float", "range": shown}
+        return {**fields, "c_type": "float", "range": shown}
     shown = f", from {least} to {most}" if least else ": 0 or 1"
-    return {**found, "c_type": "int32_t", "range": shown}
+    return {**fields, "c_type": "int32_t", "range": shown}
 
 
 def _bounds(scalar: ScalarArgument) -> tuple[str, str]:
@@ -356,17 +358,17 @@ def _bounds(scalar: ScalarArgument) -> tuple[str, str]:
 def _dimensions(captured: Sequence[TensorArgument]) -> dict[str, list[Any]]:
     """The dimensions of captured tensors that are a number, a size of the call, or have the name of
     another one."""
-    known = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
+    sizes = {"batch": "entries", "heads": "heads", "heads_kv": "heads_kv"}
     fixed, sized, named = [], [], defaultdict[str, list[Fields]](list)
     for tensor in captured:
         for axis, dim in enumerate(tensor.dims):
-            found = {"field": _c_argument(tensor.name), "axis": axis, "size": dim}
+            axis_fields = {"field": _c_argument(tensor.name), "axis": axis, "size": dim}
             if isinstance(dim, int):
-                fixed.append(found)
-            elif dim in known:
-                sized.append({**found, "size": known[dim]})
+                fixed.append(axis_fields)
+            elif dim in sizes:
+                sized.append({**axis_fields, "size": sizes[dim]})
             elif dim not in ("seq_q", "seq_k"):
-                named[dim].append(found)
+                named[dim].append(axis_fields)
     shared = [axes for axes in named.values() if len(axes) > 1]
     return {"fixed": fixed, "sized": sized, "shared": shared}
 
@@ -398,12 +400,12 @@ def _narrow(record: ProgramRecord) -> list[list[Fields]] | None:
 
 
 def _range(name: str, least: int, most: int) -> Fields:
-    found: Fields = {"least": least, "most": most, "axis": name[0]}
+    fields: Fields = {"least": least, "most": most, "axis": name[0]}
     if name in _SIZES:
-        return {**found, "kind": "size", "of": _SIZES[name]}
+        return {**fields, "kind": "size", "of": _SIZES[name]}
     if name in ("b", "h"):
-        return {**found, "kind": "index", "of": {"b": "batch", "h": "heads_q"}[name]}
+        return {**fields, "kind": "index", "of": {"b": "batch", "h": "heads_q"}[name]}
     if name in ("q", "q_lo", "q_hi", "k", "k_lo", "k_hi"):
-        return {**found, "kind": "position", "of": name}
-    of = name if name in ("q_offset", "k_offset") else f"s_{name}"
-    return {**found, "kind": "number", "of": of}
+        return {**fields, "kind": "position", "of": name}
+    variable = name if name in ("q_offset", "k_offset") else f"s_{name}"
+    return {**fields, "kind": "number", "of": variable}

@@ -65,7 +65,7 @@ Ranges = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to export.
+    """The spec, architectures and calls of an export.
 
     Attributes:
         spec: the spec.
@@ -134,8 +134,8 @@ class ExportRequest:
             with_split = (call if SPLIT in call else f"{call}+{SPLIT}" for call in self.calls)
             calls = [SPLIT, *with_split, *calls]
         # A call splits its keys where its other arguments have been sorted: it needs both variants.
-        others = ("+".join(name for name in call.split("+") if name != SPLIT) for call in calls)
-        for call in dict.fromkeys([*calls, *filter(None, others)]):
+        without_split = ("+".join(x for x in call.split("+") if x != SPLIT) for call in calls)
+        for call in dict.fromkeys([*calls, *filter(None, without_split)]):
             names = call.split("+")
             unknown = [name for name in names if name not in _CALLS]
             if unknown:
@@ -147,13 +147,13 @@ class ExportRequest:
                 )
             by_argument = {name.partition(":")[0]: name for name in names}
             if len(by_argument) < len(names):
-                other = "; another dtype in a --call of its own"
+                separately = "; another dtype in a --call of its own"
                 raise InputError(
                     "a call has each of its arguments once",
                     where="option --call",
                     numbers=f"given {call!r}",
                     way_out=f"--call {'+'.join(by_argument.values())}"
-                    + (other if len(by_argument) < len(set(names)) else ""),
+                    + (separately if len(by_argument) < len(set(names)) else ""),
                 )
             if "cu_seqlens_q" in names and not self.spec.paged:
                 raise InputError(
@@ -165,7 +165,7 @@ class ExportRequest:
                 )
             offsets = tuple(
                 (name, dtype)
-                for name, _, dtype in (each.partition(":") for each in names)
+                for name, _, dtype in (name.partition(":") for name in names)
                 if name in OFFSETS
             )
             part = (*WHOLE, SPLIT) if SPLIT in names else WHOLE if "whole" in names else ()
@@ -186,8 +186,8 @@ class Collection:
     def add(self, build: Build) -> int:
         """The number of a kernel in the manifest.
 
-        Kernels of one binary can have different launches: the delta kernel fills sums of dQ whose
-        tiles are those of another kernel.
+        Kernels of one binary can have different launches: the delta kernel fills sums of dQ that
+        have the tiles of another kernel.
         """
         key = build.binary.key, build.facts
         if key not in self._numbers:
@@ -200,9 +200,9 @@ class Collection:
         """The name of the files of a binary, which are added once."""
         key = build.binary.key
         if key not in self._stems:
-            first, taken = build.source.filename.removesuffix(".cu"), set(self._stems.values())
-            names = (first if n == 1 else f"{first}_{n}" for n in range(1, len(taken) + 2))
-            stem = self._stems[key] = next(name for name in names if name not in taken)
+            first, used_stems = build.source.filename.removesuffix(".cu"), set(self._stems.values())
+            names = (first if n == 1 else f"{first}_{n}" for n in range(1, len(used_stems) + 2))
+            stem = self._stems[key] = next(name for name in names if name not in used_stems)
             files = {"cu": build.source.text.encode(), "ptx": build.ptx.encode()}
             files["cubin"] = _without_folder(build)
             self.files |= {f"{KERNELS}/{stem}.{kind}": data for kind, data in files.items()}
@@ -215,17 +215,17 @@ class Collection:
             for variant in self.request.variants()
             for run in (RUNS_OF_PROGRAMS if SPLIT in variant.part else (1,))
         ]
-        found = [self._program(*variant) for variant in variants]
-        made, parts = found, defaultdict[int, set[Pass]](set)
+        programs = [self._program(*variant) for variant in variants]
+        new_programs, parts = programs, defaultdict[int, set[Pass]](set)
         while True:
-            for columns, passes in (x for each in made for x in each.widths.items()):
+            for columns, passes in (x for program in new_programs for x in program.widths.items()):
                 parts[columns].update(passes)
             if not parts:
-                return tuple(found)
+                return tuple(programs)
             columns = max(parts)  # as the passes of fewer columns may be parts of these
             needed = parts.pop(columns)
-            made = [self._program(*variant, columns, needed) for variant in variants]
-            found += made
+            new_programs = [self._program(*variant, columns, needed) for variant in variants]
+            programs += new_programs
 
     def _program(
         self, variant: Variant, run: int, columns: int = 0, passes: Set[Pass] | None = None
@@ -248,25 +248,28 @@ class Collection:
         forward: list[ForwardRecord] = []
         backward: list[BackwardRecord] = []
         builds: list[Build] = []
-        for of, used in _passes(spec, backward=not no_backward):
-            if passes is not None and of not in passes:
+        for pass_, used in _passes(spec, backward=not no_backward):
+            if passes is not None and pass_ not in passes:
                 continue
-            own = [path for arch in request.archs for path in _paths(of, used, arch)]
-            whole = _archs_of_whole(own, request.archs, signature.head_dim_v)
-            if of.backward:
-                backward += self._backward(of, used, whole, builds)
+            pass_paths = [path for arch in request.archs for path in _paths(pass_, used, arch)]
+            whole = _archs_of_whole(pass_paths, request.archs, signature.head_dim_v)
+            if pass_.backward:
+                backward += self._backward(pass_, used, whole, builds)
             else:
-                forward += self._forward(of, used, whole, builds)
-            paths += own
+                forward += self._forward(pass_, used, whole, builds)
+            paths += pass_paths
         tables = {
             arch: tuple(map(self.add, build_minmax_tables(spec, arch))) for arch in request.archs
         }
         merge = {}
         if spec.split and not spec.folds:
             assert signature.out_dtype is not None  # kernels are made for one dtype
-            of_out, normalize = (signature.head_dim_v, signature.out_dtype), signature.normalize
+            output_columns, normalize = (
+                (signature.head_dim_v, signature.out_dtype),
+                signature.normalize,
+            )
             merge = {
-                arch: self.add(build_merge(*of_out, arch, splits=True, normalize=normalize))
+                arch: self.add(build_merge(*output_columns, arch, splits=True, normalize=normalize))
                 for arch in request.archs
             }
         return ProgramRecord(
@@ -281,7 +284,7 @@ class Collection:
             forward=tuple(forward),
             backward=tuple(backward),
             narrow=narrow_ranges(builds, signature),
-            tables={arch: found for arch, found in tables.items() if found},
+            tables={arch: numbers for arch, numbers in tables.items() if numbers},
             merge=merge,
             no_backward=no_backward,
             paths=tuple(paths),
@@ -289,7 +292,7 @@ class Collection:
         )
 
     def _forward(
-        self, of: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
+        self, pass_: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
     ) -> Iterator[ForwardRecord]:
         """The kernels of a forward pass, which are added to ``builds``.
 
@@ -304,26 +307,26 @@ class Collection:
             with _unless_needed(arch in whole and access == 16):
                 few = self._few_rows(spec, built(request)[0]) if access == 16 else ()
                 for rows in (0, *few):
-                    asked = replace(request, few_rows=rows)
-                    (narrow,), (wide,) = built(asked), built(asked, ranges)
+                    few_rows_request = replace(request, few_rows=rows)
+                    (narrow,), (wide,) = built(few_rows_request), built(few_rows_request, ranges)
                     builds.append(narrow)
-                    for is_wide, made in ((False, narrow), (True, wide)):
-                        if made is narrow and is_wide:
+                    for is_wide, build in ((False, narrow), (True, wide)):
+                        if build is narrow and is_wide:
                             continue  # no call needs it
-                        key = (of.drops, arch, access, heads, is_wide)
-                        cost = made.plan.cost
-                        tile = decoding_tile(made.plan, cost, cost) if spec.split else None
-                        yield ForwardRecord(*key, self.add(made), tile, rows)
+                        key = (pass_.drops, arch, access, heads, is_wide)
+                        cost = build.plan.cost
+                        tile = decoding_tile(build.plan, cost, cost) if spec.split else None
+                        yield ForwardRecord(*key, self.add(build), tile, rows)
 
-    def _few_rows(self, spec: AttentionSpec, of_all: Build) -> Iterator[int]:
+    def _few_rows(self, spec: AttentionSpec, any_rows: Build) -> Iterator[int]:
         """The numbers of rows that have kernels of their own, on the requested architectures.
 
         Args:
-            of_all: the kernel of calls with any number of rows.
+            any_rows: the kernel of calls with any number of rows.
         """
-        if of_all.plan.arch in self.request.archs:
-            for rows in counts_of_few_rows(spec, of_all.plan):
-                if fits_rows(rows, of_all.plan.heads_per_tile, 1):
+        if any_rows.plan.arch in self.request.archs:
+            for rows in counts_of_few_rows(spec, any_rows.plan):
+                if fits_rows(rows, any_rows.plan.heads_per_tile, 1):
                     yield rows
 
     def _heads(self, spec: AttentionSpec) -> tuple[int, ...]:
@@ -339,20 +342,20 @@ class Collection:
         return heads
 
     def _backward(
-        self, of: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
+        self, pass_: Pass, spec: AttentionSpec, whole: frozenset[str], builds: list[Build]
     ) -> Iterator[BackwardRecord]:
         """The kernels of a backward pass; arguments as of `_forward`."""
-        fixed, ranges = of.deterministic, widest(signature_of(spec))
+        fixed, ranges = pass_.deterministic, widest(signature_of(spec))
         for arch in _with_fallbacks(self.request.archs):
             with _unless_needed(arch in whole):
                 narrow = build_backward(spec, arch, deterministic=fixed)
                 wide = build_backward(spec, arch, deterministic=fixed, ranges=ranges)
                 builds += narrow
-                for is_wide, made in ((False, narrow), (True, wide)):
-                    if made is narrow and is_wide:
+                for is_wide, pass_builds in ((False, narrow), (True, wide)):
+                    if pass_builds is narrow and is_wide:
                         continue  # no call needs it
-                    key = (of.drops, of.learns, arch, fixed, is_wide)
-                    yield BackwardRecord(*key, tuple(map(self.add, made)))
+                    key = (pass_.drops, pass_.learns, arch, fixed, is_wide)
+                    yield BackwardRecord(*key, tuple(map(self.add, pass_builds)))
 
     def _layout(self, spec: AttentionSpec) -> LayoutRecord | None:
         sparse = spec.block_sparse
@@ -391,8 +394,8 @@ def _with_and_without_dropout(spec: AttentionSpec) -> tuple[tuple[bool, Attentio
 
 def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
     """The architectures, and those whose kernels read operands over which TMA does not step."""
-    more = (portable(arch) for arch in archs if facts(arch).code_path.copies_by_tma)
-    return tuple(dict.fromkeys((*archs, *more)))
+    fallbacks = (portable(arch) for arch in archs if facts(arch).code_path.copies_by_tma)
+    return tuple(dict.fromkeys((*archs, *fallbacks)))
 
 
 # ---- the passes of a program, and which kernels they take ---------------------------------------
@@ -401,27 +404,27 @@ def _with_fallbacks(archs: Sequence[str]) -> tuple[str, ...]:
 def _passes(spec: AttentionSpec, *, backward: bool) -> Iterator[tuple[Pass, AttentionSpec]]:
     """The passes of all calls, each with the spec whose kernels compute it."""
     used = _with_and_without_dropout(spec)
-    for drops, each in used:
-        yield Pass(drops), each
+    for drops, pass_spec in used:
+        yield Pass(drops), pass_spec
     learned = tuple(tensor.name for tensor in signature_of(spec).learned)
-    for drops, each in used if backward else ():
+    for drops, pass_spec in used if backward else ():
         for names in dict.fromkeys((learned, ())):
             for fixed in (False, True):
-                yield Pass(drops, names, True, fixed), learning(each, frozenset(names))
+                yield Pass(drops, names, True, fixed), learning(pass_spec, frozenset(names))
 
 
-def _paths(of: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
-    """The choices for a pass of calls on an architecture, which are those of the runtime."""
+def _paths(pass_: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
+    """The choices of the runtime for a pass of calls on an architecture."""
     program, columns = SpecProgram(spec), spec.head_dim_v
     assert columns is not None, "that of an export"
-    default = PathRecord(arch, False, of, arch, columns, "")
-    found = []
+    default = PathRecord(arch, False, pass_, arch, columns, "")
+    records = []
     for is_open in (True, False):
         target = gpu_of(arch, open_path=is_open)
-        path = program.path_of_pass(target, of.which)
-        at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, of.which)
-        found.append(PathRecord(arch, is_open, of, path.arch, at_once, path.why))
-    by_default, named = found
+        path = program.path_of_pass(target, pass_.which)
+        at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, pass_.which)
+        records.append(PathRecord(arch, is_open, pass_, path.arch, at_once, path.why))
+    by_default, named = records
     if replace(by_default, is_open=False) != named:
         yield by_default
     if named != default:
@@ -432,9 +435,9 @@ def _archs_of_whole(
     paths: Sequence[PathRecord], archs: Iterable[str], columns: int
 ) -> frozenset[str]:
     """The architectures whose kernels compute all columns of V in some calls of a pass."""
-    found = {path.taken for path in paths if path.columns == columns}
+    computing_all = {path.taken for path in paths if path.columns == columns}
     named = {path.arch for path in paths if not path.is_open}
-    return frozenset(found | (set(archs) - named))
+    return frozenset(computing_all | (set(archs) - named))
 
 
 @contextmanager
@@ -473,10 +476,10 @@ def _why_no_backward(spec: AttentionSpec, request: ExportRequest) -> tuple[str, 
 def widest(signature: CallSignature) -> CallRanges:
     """The ranges of all calls that are accepted."""
     scalars = {x.name: 0 for x in signature.scalars if x.dtype != "float32"}
-    of_sequences = signature.packed or signature.paged
+    sequences_vary = signature.packed or signature.paged
     offsets: dict[str, int | None] = {"q_offset": None, "k_offset": None}
-    found = CallRanges.of(_SIZES, offsets, scalars, of_sequences)
-    ends = dict(zip(found.names, found.ends, strict=True))
+    limits = CallRanges.from_call(_SIZES, offsets, scalars, sequences_vary)
+    ends = dict(zip(limits.names, limits.ends, strict=True))
     ends |= {name: (0, most) for name, most in _SIZES.items()}
     ends |= dict.fromkeys(scalars, (-SCALAR_LIMIT, SCALAR_LIMIT))
     return CallRanges(tuple(ends), tuple(ends.values()))
@@ -506,12 +509,12 @@ def narrow_ranges(builds: Iterable[Build], signature: CallSignature) -> tuple[Ra
         ends = ranges(positions, counts, scalars)
         return not beyond_int32(blocks, CallRanges(tuple(ends), tuple(ends.values())))
 
-    found: list[tuple[int, int, int]] = []
+    sets: list[tuple[int, int, int]] = []
     for scalars in range(_MOST_BITS, -1, -1):
         for counts in (20, 10):  # as many as are accepted, and fewer
             bits = range(_MOST_BITS, _LEAST_BITS - 1, -1)
             longest = next((n for n in bits if fits(n, counts, scalars)), 0)
-            inside = any(longest <= p and counts <= c and scalars <= s for p, c, s in found)
+            inside = any(longest <= p and counts <= c and scalars <= s for p, c, s in sets)
             if longest and not inside:
-                found.append((longest, counts, scalars))
-    return tuple(ranges(*bits) for bits in found)
+                sets.append((longest, counts, scalars))
+    return tuple(ranges(*bits) for bits in sets)

@@ -1,6 +1,6 @@
 """Writes an export: kernels, sources for C, and the manifest.
 
-Only files that an earlier export wrote are replaced or removed: those that its manifest names, with
+Only files that an earlier export wrote are replaced or removed: the files in its manifest, with
 the contents that it names. All files are first written to a folder of their own inside of the
 export's, ``.export-...`` with the new manifest first, and then moved. An export that is interrupted
 leaves that folder, whose manifest tells the next export which files it wrote.
@@ -46,26 +46,26 @@ def export(request: ExportRequest, folder: Path) -> Manifest:
     for arch in request.archs:
         facts(arch)  # an unknown one is refused before anything is compiled
     Destination(folder).earlier({})
-    found = Collection(request)
-    programs = found.programs()
+    collection = Collection(request)
+    programs = collection.programs()
     manifest = Manifest(
         flashgen=__version__,
         nvrtc=nvrtc.version().partition(" ")[0],
         command=request.command,
         archs=request.archs,
         heads_gain=HEADS_PER_TILE_GAIN,
-        kernels=tuple(found.records),
+        kernels=tuple(collection.records),
         programs=programs,
         files={},
     )
     if not why_no_sources(programs[0]):
-        found.files |= {name: text.encode() for name, text in c_sources(manifest).items()}
+        collection.files |= {name: text.encode() for name, text in c_sources(manifest).items()}
     records = {
         name: FileRecord(hashlib.sha256(data).hexdigest(), len(data))
-        for name, data in sorted(found.files.items())
+        for name, data in sorted(collection.files.items())
     }
     manifest = replace(manifest, files=records)
-    Destination(folder).write(found.files, manifest)
+    Destination(folder).write(collection.files, manifest)
     return manifest
 
 
@@ -73,7 +73,7 @@ class Destination:
     """The folder of an export, in which only an export's files are touched."""
 
     def __init__(self, folder: Path) -> None:
-        self._given = folder
+        self._folder_option = folder
         # A link to a folder is the user's choice; links inside of it are not followed.
         self._folder = Path(os.path.realpath(folder))
 
@@ -107,44 +107,44 @@ class Destination:
         Raises:
             InputError: something else has the name of a file that would be written or removed.
         """
-        known = self._known()
-        if not known and self._others():
+        digests = self._earlier_digests()
+        if not digests and self._other_entries():
             raise self._refusal(
                 "the folder holds files of something else",
-                f"{len(self._others())} entries, such as {self._others()[0]!r}; an export has its "
-                f"own {MANIFEST}",
+                f"{len(self._other_entries())} entries, such as {self._other_entries()[0]!r}; "
+                f"an export has its own {MANIFEST}",
                 "a new folder, or one that holds an export, which is replaced",
             )
-        found = set()
-        for name in sorted({*known, *names, MANIFEST}):
+        files = set()
+        for name in sorted({*digests, *names, MANIFEST}):
             path = self._folder / name
             blocked = os.path.lexists(path.parent) and not _is_folder(path.parent)
             if blocked or os.path.lexists(path):
                 data = None if blocked else _contents(path)
-                if data is None or hashlib.sha256(data).hexdigest() not in known.get(name, ()):
+                if data is None or hashlib.sha256(data).hexdigest() not in digests.get(name, ()):
                     raise self._refusal(
                         "a file is in the way that no export wrote, or that was changed since",
                         f"{path.parent.name if blocked else name}: it would be replaced or removed",
                         "move it to another place, or export to a new folder",
                     )
-                found.add(name)
-        return found
+                files.add(name)
+        return files
 
-    def _known(self) -> dict[str, set[str]]:
+    def _earlier_digests(self) -> dict[str, set[str]]:
         """The digests of files that earlier exports wrote here, or began to write, by name."""
-        found: dict[str, set[str]] = {}
+        known_digests: dict[str, set[str]] = {}
         for path in (self._folder / MANIFEST, *self._staged(MANIFEST)):
             text = _contents(path)
             with suppress(ValueError):
                 record = stored(text or b"")
                 if record.is_whole:
-                    digests = {name: each.sha256 for name, each in record.files.items()}
+                    digests = {name: file.sha256 for name, file in record.files.items()}
                     digests[MANIFEST] = hashlib.sha256(text or b"").hexdigest()
                     for name, digest in digests.items():
-                        found.setdefault(name, set()).add(digest)
-        return found
+                        known_digests.setdefault(name, set()).add(digest)
+        return known_digests
 
-    def _others(self) -> list[str]:
+    def _other_entries(self) -> list[str]:
         if not self._folder.exists():
             return []
         if not self._folder.is_dir():
@@ -154,8 +154,8 @@ class Destination:
 
     def _staged(self, name: str = "") -> list[Path]:
         """The folders that interrupted exports left, or a file in each."""
-        found = sorted(self._folder.glob(f"{_STAGED}*"))
-        return [path / name for path in found if _is_folder(path)]
+        folders = sorted(self._folder.glob(f"{_STAGED}*"))
+        return [path / name for path in folders if _is_folder(path)]
 
     def _stage(self, files: Mapping[str, bytes]) -> Path:
         """Writes files, in this order, to a new folder inside of the export's."""
@@ -181,7 +181,7 @@ class Destination:
                     folder.rmdir()
 
     def _refusal(self, what: str, numbers: str, way_out: str) -> InputError:
-        where = f"option -o {str(self._given)!r}"
+        where = f"option -o {str(self._folder_option)!r}"
         return InputError(what, where=where, numbers=numbers, way_out=way_out)
 
 

@@ -32,7 +32,7 @@ class ExportedKernel:
     """A kernel of an export.
 
     Attributes:
-        facts: what launches need of it.
+        facts: the facts that launches need.
         binary: its cubin and its PTX.
     """
 
@@ -46,10 +46,10 @@ class ExportedKernel:
         return self.facts
 
     def blocks(
-        self, work_tiles: int, sms: int | None = None, given: int | None = None
+        self, work_tiles: int, sms: int | None = None, requested: int | None = None
     ) -> LaunchBlocks:
         """The blocks of a launch, as `flashgen.shared.launch_facts.LaunchRules.blocks_of`."""
-        return self.facts.blocks_of(work_tiles, sms, given)
+        return self.facts.blocks_of(work_tiles, sms, requested)
 
     def integers(self, ranges: CallRanges) -> str:
         """The width of integers of mask and score."""
@@ -61,7 +61,7 @@ class Folder:
 
     Attributes:
         path: the folder.
-        manifest: what it holds.
+        manifest: the manifest of the folder.
         digest: the digest of the manifest.
     """
 
@@ -146,27 +146,27 @@ def open_folder(folder: str | os.PathLike[str]) -> Folder:
             way_out=f"flashgen export SPEC -o {folder}, or the folder that holds {MANIFEST}",
         ) from None
     try:
-        found = stored(text)
+        stored_manifest = stored(text)
     except ValueError as error:
         raise _damaged(file, f"it is not the JSON of an export: {error}", "") from None
-    command, release = (_shown(found.data.get(name)) for name in ("command", "flashgen"))
-    if found.version != FORMAT:
+    command, release = (_shown(stored_manifest.data.get(name)) for name in ("command", "flashgen"))
+    if stored_manifest.version != FORMAT:
         raise ExportError(
             "the export has another version than this release reads",
             where=str(file),
-            numbers=f"format {found.version}, of flashgen {release!r}; flashgen "
+            numbers=f"format {stored_manifest.version}, of flashgen {release!r}; flashgen "
             f"{__version__} reads format {FORMAT}",
             way_out=f"export again: {command or 'flashgen export SPEC -o DIR'}"
             + (f"; or pip install flashgen=={release}" if release not in ("", __version__) else ""),
         )
-    if not found.is_whole:
+    if not stored_manifest.is_whole:
         raise _damaged(file, "its digest is not that of its contents", command)
     try:
-        manifest = checked(from_plain(Manifest, found.data))
-        assert found.files == manifest.files
+        manifest = checked(from_plain(Manifest, stored_manifest.data))
+        assert stored_manifest.files == manifest.files
     except ValueError as error:
         raise _damaged(file, str(error), command) from None
-    return Folder(path, manifest, found.digest)
+    return Folder(path, manifest, stored_manifest.digest)
 
 
 def _contents(folder: Path, name: str) -> bytes:
@@ -190,10 +190,12 @@ def _checked(path: Path, name: str, manifest: Manifest) -> bytes:
     except OSError as error:
         reason = error.strerror or str(error)
         raise _damaged(path / name, f"it cannot be read: {reason}", manifest.command) from None
-    found = hashlib.sha256(data).hexdigest()
-    if (found, len(data)) != (record.sha256, record.bytes):
-        what = f"{len(data):,} B with sha256 {found[:12]}...; {MANIFEST} has {record.bytes:,} B "
-        raise _damaged(path / name, f"{what}with {record.sha256[:12]}...", manifest.command)
+    digest = hashlib.sha256(data).hexdigest()
+    if (digest, len(data)) != (record.sha256, record.bytes):
+        difference = (
+            f"{len(data):,} B with sha256 {digest[:12]}...; {MANIFEST} has {record.bytes:,} B "
+        )
+        raise _damaged(path / name, f"{difference}with {record.sha256[:12]}...", manifest.command)
     return data
 
 

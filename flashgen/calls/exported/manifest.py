@@ -1,4 +1,4 @@
-"""The manifest of an export: what the folder holds, as frozen values with a JSON form.
+"""The manifest of an export: the contents of its folder, as frozen values with a JSON form.
 
 ::
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashgen.kernels.compile import Resources
-from flashgen.shared.launch_facts import DecodingTile, LaunchFacts, places_of_columns
+from flashgen.shared.launch_facts import DecodingTile, LaunchFacts, column_ranges
 from flashgen.shared.plain import from_plain, parsed, to_plain
 from flashgen.shared.signature import CallSignature
 from flashgen.shared.split_choice import ALL_SPLITS, RUNS
@@ -58,7 +58,7 @@ class KernelRecord:
     """A compiled kernel.
 
     Attributes:
-        facts: what launches need.
+        facts: the facts that launches need.
         stem: the name of its files in ``kernels/``, without their suffix.
         resources: registers, memory and size of the code, from the cubin.
         cuda: the major version of CUDA of its compiler, which the driver must have.
@@ -160,9 +160,9 @@ class PathRecord:
         arch: the architecture of the call.
         is_open: whether it holds only for calls that name no architecture.
         of: the pass.
-        taken: the architecture of the kernels: this one, or that of its fallback.
-        columns: the columns of V that a launch computes: all, or those of a part.
-        why: the reason for the architecture, in words; "" where it is that of the call.
+        taken: the architecture of the kernels: ``arch``, or the architecture of its fallback.
+        columns: the number of columns of V that a launch computes: all, or a part.
+        why: the reason for ``taken``, in words; "" where it is ``arch``.
     """
 
     arch: str
@@ -191,7 +191,7 @@ class ProgramRecord:
         tables: by architecture, the kernels of the min/max tables.
         merge: by architecture, the kernel that merges results over split keys.
         no_backward: why there are no backward kernels: the four parts of an error; () otherwise.
-        paths: the passes that take other kernels than those of one launch on the architecture.
+        paths: the passes that one launch of kernels for the architecture does not compute.
         by_position: whether the mask depends on the positions of queries and of keys.
     """
 
@@ -224,21 +224,21 @@ class ProgramRecord:
 
     @property
     def widths(self) -> Mapping[int, tuple[Pass, ...]]:
-        """The passes that have launches for some columns of V, by the number of these."""
-        found: dict[int, tuple[Pass, ...]] = {}
+        """The passes that have launches for some columns of V, by the number of these columns."""
+        passes: dict[int, tuple[Pass, ...]] = {}
         for path in self.paths:
-            places = places_of_columns(self.signature.head_dim_v, path.columns)
-            for columns in {at.stop - at.start for at in places if len(places) > 1}:
-                found[columns] = (*found.get(columns, ()), path.of)
-        return found
+            ranges = column_ranges(self.signature.head_dim_v, path.columns)
+            for columns in {part.stop - part.start for part in ranges if len(ranges) > 1}:
+                passes[columns] = (*passes.get(columns, ()), path.of)
+        return passes
 
-    def path_of(self, arch: str, of: Pass, *, is_open: bool) -> PathRecord | None:
+    def path_of(self, arch: str, pass_: Pass, *, is_open: bool) -> PathRecord | None:
         """The choice for a pass; None where it is one launch on the architecture of the call.
 
         Args:
             is_open: whether the call names no architecture.
         """
-        fitting = (x for x in self.paths if (x.arch, x.of) == (arch, of))
+        fitting = (x for x in self.paths if (x.arch, x.of) == (arch, pass_))
         return next((x for x in fitting if is_open or not x.is_open), None)
 
 
@@ -293,11 +293,11 @@ class StoredManifest:
         Raises:
             ValueError: the manifest does not say so, or names a file that no export writes.
         """
-        found = from_plain(dict[str, FileRecord], self.data.get("files"))
-        for name in found:
+        records = from_plain(dict[str, FileRecord], self.data.get("files"))
+        for name in records:
             if not _FILE.fullmatch(name):
                 raise ValueError(f"no file of an export has the name {name!r:.80}")
-        return found
+        return records
 
 
 def stored(text: bytes) -> StoredManifest:

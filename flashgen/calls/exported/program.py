@@ -126,16 +126,18 @@ class ExportedProgram(CallProgram):
 
     @functools.cached_property
     def signature(self) -> CallSignature:
-        found, layout = self.record.signature, self.record.layout
+        signature, layout = self.record.signature, self.record.layout
         if layout is not None:
             live = self.folder.read(layout.table) if layout.table else b""
             sparse = ExportedLayout(layout, live, self._command)
-            found = replace(found, block_sparse=sparse)
+            signature = replace(signature, block_sparse=sparse)
         if self.learns is None:
-            return found
-        tensors = tuple(replace(x, grad=x.grad and x.name in self.learns) for x in found.tensors)
-        sink = next((x for x in tensors if found.sink and x.name == found.sink.name), None)
-        return replace(found, tensors=tensors, sink=sink)
+            return signature
+        tensors = tuple(
+            replace(x, grad=x.grad and x.name in self.learns) for x in signature.tensors
+        )
+        sink = next((x for x in tensors if signature.sink and x.name == signature.sink.name), None)
+        return replace(signature, tensors=tensors, sink=sink)
 
     @property
     def _command(self) -> str:
@@ -157,8 +159,8 @@ class ExportedProgram(CallProgram):
         wanted, why = (arch, "argument arch") if arch else (config.arch(), "FLASHGEN_ARCH")
         if chosen == "gpu":
             index = index_of(device)
-            own = self.folder.check_gpu(gpu_facts(index))
-            wanted, why = (wanted, why) if wanted else (own, "the export's for the GPU")
+            gpu_arch = self.folder.check_gpu(gpu_facts(index))
+            wanted, why = (wanted, why) if wanted else (gpu_arch, "the export's for the GPU")
         else:
             index = 0
             first = DEFAULT_ARCH if DEFAULT_ARCH in archs else archs[0]
@@ -178,8 +180,8 @@ class ExportedProgram(CallProgram):
         return replace(self, drops=False)
 
     def learning(self, names: frozenset[str]) -> CallProgram:
-        every = frozenset(tensor.name for tensor in self.record.signature.learned)
-        return replace(self, learns=every if names else frozenset())
+        all_learned = frozenset(tensor.name for tensor in self.record.signature.learned)
+        return replace(self, learns=all_learned if names else frozenset())
 
     def refuse_backward(self, *, alone: str = "") -> None:
         if alone:
@@ -196,21 +198,21 @@ class ExportedProgram(CallProgram):
 
     def variant(self, variant: Variant) -> CallProgram:
         dtype, offsets, part, packs = variant
-        own = self.record.signature.dtype
-        names = [f"{name}:{given}" for name, given in offsets]
+        exported_dtype = self.record.signature.dtype
+        names = [f"{name}:{offset_dtype}" for name, offset_dtype in offsets]
         names += [part[-1] if part[-1] == "split_size" else "whole"] if part else []
         names += ["cu_seqlens_q"] if packs else []
-        if dtype is not None and str(dtype) != f"torch.{own}":
+        if dtype is not None and str(dtype) != f"torch.{exported_dtype}":
             raise InputError(
                 "the export has no kernels for the dtype of autocast",
                 where="torch.autocast",
-                numbers=f"autocast to {dtype}; exported for torch.{own}",
+                numbers=f"autocast to {dtype}; exported for torch.{exported_dtype}",
                 way_out="torch.autocast(..., enabled=False) around the call, or an export with "
                 f"--dtype {str(dtype).removeprefix('torch.')}",
             )
-        found = self._of(offsets, part, packs, 1, self.record.columns)
-        if found is not None:
-            return found
+        program = self._program_with_key(offsets, part, packs, 1, self.record.columns)
+        if program is not None:
+            return program
         raise InputError(
             "the export has no kernels for a call with these arguments",
             where="arguments " + ", ".join(name.partition(":")[0] for name in names),
@@ -218,7 +220,7 @@ class ExportedProgram(CallProgram):
             way_out=f"{self._command} with --call {'+'.join(names)}",
         )
 
-    def _of(self, *key: object) -> ExportedProgram | None:
+    def _program_with_key(self, *key: object) -> ExportedProgram | None:
         """The program of the record with this key."""
         for record in self.folder.manifest.programs:
             if record.key == key:
@@ -226,14 +228,14 @@ class ExportedProgram(CallProgram):
         return None
 
     def _calls(self) -> str:
-        found = []
+        calls = []
         for record in self.folder.manifest.programs:
             if not record.is_called:
                 continue
             names = [name for name, _ in record.offsets] + list(record.part)
             names += ["cu_seqlens_q"] if record.packs else []
-            found.append("+".join(names) or "none of them")
-        return ", or ".join(found)
+            calls.append("+".join(names) or "none of them")
+        return ", or ".join(calls)
 
     def split(self) -> CallProgram:
         return self.variant(Variant(None, self.record.offsets, (*WHOLE, SPLIT), self.record.packs))
@@ -243,15 +245,20 @@ class ExportedProgram(CallProgram):
         return fastest_run(_times_of_runs(self, target, target.sms, *sizes))
 
     def joining(self, run: int) -> CallProgram:
-        record, kept = self.record, run if run in (1, ALL_SPLITS) else RUNS[-1]
-        found = self._of(record.offsets, record.part, record.packs, kept, record.columns)
-        assert found is not None, "a manifest with split keys has their runs"
-        return found if self.drops else found.without_dropout()
+        record, exported_run = self.record, run if run in (1, ALL_SPLITS) else RUNS[-1]
+        program = self._program_with_key(
+            record.offsets, record.part, record.packs, exported_run, record.columns
+        )
+        assert program is not None, "a manifest with split keys has their runs"
+        return program if self.drops else program.without_dropout()
 
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """0 also where the export has no kernels with split keys for such a call."""
         record = self.record
-        if self._of(record.offsets, (*WHOLE, SPLIT), record.packs, 1, record.columns) is None:
+        if (
+            self._program_with_key(record.offsets, (*WHOLE, SPLIT), record.packs, 1, record.columns)
+            is None
+        ):
             return 0
         rules = self._facts_of_split(target)
         sms = target.sms or rules.machine.sms
@@ -273,17 +280,17 @@ class ExportedProgram(CallProgram):
         assert isinstance(split, ExportedProgram), "a variant of an export"
         path = split._path(target, "forward")
         if path is not None and path.columns < split.record.signature.head_dim_v:
-            split = split.of_columns(path.columns)
+            split = split.with_columns(path.columns)
         arch = target.arch if path is None else path.taken
-        of_all = (arch, 1, 0)
-        records = (r for r in split.record.forward if (r.arch, r.heads, r.few_rows) == of_all)
+        form = (arch, 1, 0)
+        records = (r for r in split.record.forward if (r.arch, r.heads, r.few_rows) == form)
         return self.folder.kernel(min(records, key=lambda r: r.drops).kernel).facts
 
     def _path(self, target: Target, which: str) -> PathRecord | None:
         backward = which != "forward"
         learns = tuple(tensor.name for tensor in self.signature.learned) if backward else ()
-        of = Pass(self.drops, learns, backward, which == "deterministic")
-        return self.record.path_of(target.arch, of, is_open=target.open_path)
+        pass_ = Pass(self.drops, learns, backward, which == "deterministic")
+        return self.record.path_of(target.arch, pass_, is_open=target.open_path)
 
     def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
         path = self._path(target, which)
@@ -295,11 +302,13 @@ class ExportedProgram(CallProgram):
         path = self._path(target, which)
         return self.signature.head_dim_v if path is None else path.columns
 
-    def of_columns(self, columns: int) -> ExportedProgram:
+    def with_columns(self, columns: int) -> ExportedProgram:
         record = self.record
-        found = self._of(record.offsets, record.part, record.packs, record.run, columns)
-        assert found is not None, "a manifest with such launches has their kernels"
-        return found
+        program = self._program_with_key(
+            record.offsets, record.part, record.packs, record.run, columns
+        )
+        assert program is not None, "a manifest with such launches has their kernels"
+        return program
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
         return {}
@@ -313,9 +322,9 @@ class ExportedProgram(CallProgram):
         layout = request.captured.get(LAYOUT)
         by_head = layout is not None and layout.shape[1] > 1
         call = request.call
-        record, reason = self._of_heads(fitting, *call.sizes[:4], by_head=by_head)
+        record, reason = self._fitting_heads(fitting, *call.sizes[:4], by_head=by_head)
         queries = call.queries_of_each(packed=self.signature.packed)
-        return self.folder.kernel(self._of_rows(record, queries).kernel), reason
+        return self.folder.kernel(self._fitting_rows(record, queries).kernel), reason
 
     def _by_heads(self, arch: str, access_bytes: int, *, wide: bool) -> dict[int, ForwardRecord]:
         """The forward kernels for these calls, by query heads per tile."""
@@ -326,17 +335,17 @@ class ExportedProgram(CallProgram):
             if (x.drops, x.arch, x.access_bytes, x.wide) == key and not x.few_rows
         }
 
-    def _of_rows(self, of_all: ForwardRecord, seq_q: int) -> ForwardRecord:
+    def _fitting_rows(self, any_rows: ForwardRecord, seq_q: int) -> ForwardRecord:
         """The kernel of the smallest tile in which the queries of a call fit; or that of all."""
-        found = [
+        fitting = [
             x
             for x in self.record.forward
-            if replace(x, kernel=of_all.kernel, tile=of_all.tile, few_rows=0) == of_all
+            if replace(x, kernel=any_rows.kernel, tile=any_rows.tile, few_rows=0) == any_rows
             and (not x.few_rows or fits_rows(x.few_rows, x.heads, seq_q))
         ]
-        return min(found, key=lambda x: x.few_rows or math.inf)
+        return min(fitting, key=lambda x: x.few_rows or math.inf)
 
-    def _of_heads(
+    def _fitting_heads(
         self,
         fitting: Mapping[int, ForwardRecord],
         batch: int,
@@ -441,16 +450,16 @@ def _times_of_runs(
 ) -> Mapping[int, float]:
     """The predicted times of a call, as `split_choice.times_of_runs`.
 
-    There are none where the columns of V are computed in parts, each of which decides.
+    There are no times where the columns of V are computed in parts: each part decides.
     """
     path = program._path(target, "forward")
     if path is not None and path.columns < program.signature.head_dim_v:
         return {}
     arch = target.arch if path is None else path.taken
-    of_all, _ = program._of_heads(program._by_heads(arch, 16, wide=False), *sizes)
+    any_rows, _ = program._fitting_heads(program._by_heads(arch, 16, wide=False), *sizes)
     batch, *_, seq_q = sizes
     queries = mean_length(seq_q, batch) if program.signature.packed else seq_q
-    record = program._of_rows(of_all, queries)
+    record = program._fitting_rows(any_rows, queries)
     assert record.tile is not None, "a manifest with split keys has their tiles"
     return times_of_runs(
         program.folder.kernel(record.kernel).facts,
@@ -475,10 +484,12 @@ class ExportedAttention(Attention):
         super().__init__(ExportedProgram(folder, record, record.signature.dropout))
         self.path = folder.path
         # Programs of torch.export look operators up by their names.
-        for each in folder.manifest.programs:
-            if not each.is_called:
+        for program_record in folder.manifest.programs:
+            if not program_record.is_called:
                 continue
-            register_hashed_name(ExportedProgram(folder, each, each.signature.dropout))
+            register_hashed_name(
+                ExportedProgram(folder, program_record, program_record.signature.dropout)
+            )
 
     def __repr__(self) -> str:
         return f"flashgen.load_export({str(self.path)!r})"

@@ -1,4 +1,4 @@
-"""Whether the values of a manifest fit together: what its types alone do not say.
+"""Checks that the values of a manifest fit together, beyond their types.
 
 A damaged manifest is refused when it is loaded, so that no call meets a kernel that is not there, a
 size that is none, or a name that torch does not take.
@@ -57,7 +57,7 @@ def checked(manifest: Manifest) -> Manifest:
         _require(bool(_DIGEST.fullmatch(file.sha256)) and file.bytes >= 0, f"the record of {name}")
     for kernel in manifest.kernels:
         _check_kernel(kernel, manifest)
-    keys = [each.key for each in manifest.programs]
+    keys = [program.key for program in manifest.programs]
     _require(_are_unique(keys), f"{len(keys)} programs: each is for another call")
     _require(keys[0] == ((), (), False, 1, 0), "the first program is for calls without options")
     for program in manifest.programs:
@@ -77,49 +77,49 @@ def _require(holds: bool, what: str) -> None:
 
 def _are_unique(values: Iterable[object]) -> bool:
     """Whether there are some and none twice."""
-    found = list(values)
-    return bool(found) and len(set(found)) == len(found)
+    items = list(values)
+    return bool(items) and len(set(items)) == len(items)
 
 
 def _check_kernel(kernel: KernelRecord, manifest: Manifest) -> None:
-    of = kernel.facts
+    facts = kernel.facts
     for suffix in ("cu", "ptx", "cubin"):
         file = f"{KERNELS}/{kernel.stem}.{suffix}"
         _require(file in manifest.files, f"a kernel without the file {file!r}")
     _require(kernel.cuda >= 1, f"CUDA {kernel.cuda}")
     _require(min(vars(kernel.resources).values()) >= 0, f"the resources of {kernel.stem}")
     words = (
-        (of.name, bool(_NAME.fullmatch(of.name))),
-        (of.kernel, of.kernel in _KERNELS),
-        (of.arch, bool(_ARCH.fullmatch(of.arch))),
-        (of.path, of.path in PATHS),
-        (of.dtype, of.dtype in OPERAND_DTYPES),
-        *((param.name, bool(_NAME.fullmatch(param.name))) for param in of.params),
-        *((param.ctype, param.ctype in _PARAMS) for param in of.params),
-        *((name, name in _OPERANDS) for name, _ in of.boxes),
-        *((term.summed_over, term.tensor != "") for term in of.terms),
+        (facts.name, bool(_NAME.fullmatch(facts.name))),
+        (facts.kernel, facts.kernel in _KERNELS),
+        (facts.arch, bool(_ARCH.fullmatch(facts.arch))),
+        (facts.path, facts.path in PATHS),
+        (facts.dtype, facts.dtype in OPERAND_DTYPES),
+        *((param.name, bool(_NAME.fullmatch(param.name))) for param in facts.params),
+        *((param.ctype, param.ctype in _PARAMS) for param in facts.params),
+        *((name, name in _OPERANDS) for name, _ in facts.boxes),
+        *((term.summed_over, term.tensor != "") for term in facts.terms),
     )
     for word, is_known in words:
         _require(is_known, f"{word!r} in the facts of kernel {kernel.stem}")
-    _require(_are_unique(of.params), f"the parameters of kernel {kernel.stem}")
-    for name, number in _counts(of):
-        least = 0 if name in _UNUSED.get(of.kernel, ()) else 1
+    _require(_are_unique(facts.params), f"the parameters of kernel {kernel.stem}")
+    for name, number in _counts(facts):
+        least = 0 if name in _UNUSED.get(facts.kernel, ()) else 1
         _require(number >= least, f"{name} {number} of kernel {kernel.stem}")
-    _require(of.smem_bytes >= 0, f"smem_bytes {of.smem_bytes} of kernel {kernel.stem}")
-    _require(of.threads % 32 == 0 and of.threads <= 1024, f"{of.threads} threads")
-    _require(of.integer_bits in (32, 64), f"integers of {of.integer_bits} bits")
-    _require(of.access_bytes in (2, 4, 8, 16), f"{of.access_bytes} B per access")
-    heads = of.heads_per_tile if of.block_q else 0
-    _require(of.block_q >= heads, f"{heads} heads in {of.block_q} rows")
-    _require(min(of.of_gpu) >= 0, f"the GPU of kernel {kernel.stem}: {of.of_gpu}")
+    _require(facts.smem_bytes >= 0, f"smem_bytes {facts.smem_bytes} of kernel {kernel.stem}")
+    _require(facts.threads % 32 == 0 and facts.threads <= 1024, f"{facts.threads} threads")
+    _require(facts.integer_bits in (32, 64), f"integers of {facts.integer_bits} bits")
+    _require(facts.access_bytes in (2, 4, 8, 16), f"{facts.access_bytes} B per access")
+    heads = facts.heads_per_tile if facts.block_q else 0
+    _require(facts.block_q >= heads, f"{heads} heads in {facts.block_q} rows")
+    _require(min(facts.of_gpu) >= 0, f"the GPU of kernel {kernel.stem}: {facts.of_gpu}")
 
 
-def _counts(of: LaunchFacts) -> list[tuple[str, int]]:
+def _counts(facts: LaunchFacts) -> list[tuple[str, int]]:
     names = ("itemsize", "head_dim", "head_dim_v", "block_q", "block_k", "warps", "blocks_per_sm")
-    found = [(name, getattr(of, name)) for name in (*names, "heads_per_tile", "threads")]
-    found += [("sms", of.of_gpu.sms)]
-    found += [("sums_tile", size) for size in of.sums_tile or ()]
-    return found + [(f"box of {name}", size) for name, box in of.boxes for size in box]
+    counts = [(name, getattr(facts, name)) for name in (*names, "heads_per_tile", "threads")]
+    counts += [("sms", facts.of_gpu.sms)]
+    counts += [("sums_tile", size) for size in facts.sums_tile or ()]
+    return counts + [(f"box of {name}", size) for name, box in facts.boxes for size in box]
 
 
 def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
@@ -137,32 +137,36 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
     joins = signature.folds == (program.run == ALL_SPLITS)
     _require(joins, f"the signature of a run of {program.run} splits")
     _require(len(program.no_backward) in (0, 4), "no_backward without the four parts of an error")
-    served = {*manifest.archs, *(portable(arch) for arch in manifest.archs)}
+    archs = {*manifest.archs, *(portable(arch) for arch in manifest.archs)}
     drops = {False, signature.dropout}
     for forward in program.forward:
         _check_kernels((forward.kernel,), forward.arch, manifest)
-        _require(forward.arch in served and forward.drops in drops, f"{forward}")
-        of = manifest.kernels[forward.kernel].facts
-        of_call = forward.heads, forward.access_bytes, 64 if forward.wide else of.integer_bits
-        of_kernel = of.heads_per_tile, of.access_bytes, of.integer_bits
-        _require(of_call == of_kernel and of.kernel == "forward", f"{forward} for {of.name}")
-        _require(0 <= forward.few_rows <= of.block_q, f"{forward} for {of.name}")
-        for tile in (forward.tile, of.decoding) if signature.split else ():
-            _require(tile is not None, f"no tile of {of.name}, whose keys are split")
+        _require(forward.arch in archs and forward.drops in drops, f"{forward}")
+        facts = manifest.kernels[forward.kernel].facts
+        call_form = forward.heads, forward.access_bytes, 64 if forward.wide else facts.integer_bits
+        kernel_form = facts.heads_per_tile, facts.access_bytes, facts.integer_bits
+        _require(
+            call_form == kernel_form and facts.kernel == "forward", f"{forward} for {facts.name}"
+        )
+        _require(0 <= forward.few_rows <= facts.block_q, f"{forward} for {facts.name}")
+        for tile in (forward.tile, facts.decoding) if signature.split else ():
+            _require(tile is not None, f"no tile of {facts.name}, whose keys are split")
             assert tile is not None
             counts = len(tile.clocks), *tile.clocks, tile.rows, tile.key_bytes
             is_one = min(*counts, tile.cost, tile.least_cost) > 0
-            _require(is_one, f"the tile of {of.name}: {tile}")
-        shape = of.dtype, of.head_dim, of.head_dim_v
-        _require(shape == (signature.dtype, *_dims(signature)), f"{of.name} for {signature.name}")
+            _require(is_one, f"the tile of {facts.name}: {tile}")
+        shape = facts.dtype, facts.head_dim, facts.head_dim_v
+        _require(
+            shape == (signature.dtype, *_dims(signature)), f"{facts.name} for {signature.name}"
+        )
     for backward in program.backward:
         _check_kernels(backward.kernels, backward.arch, manifest)
         _require(bool(backward.kernels), "a backward pass without kernels")
-        _require(backward.arch in served and backward.drops in drops, f"{backward}")
+        _require(backward.arch in archs and backward.drops in drops, f"{backward}")
     _check_paths(program, manifest)
-    for arch in {each.arch for each in program.forward}:
-        found = any((x.arch, x.heads, x.few_rows) == (arch, 1, 0) for x in program.forward)
-        _require(found, f"a program without kernels of one head for {arch}")
+    for arch in {record.arch for record in program.forward}:
+        has_one_head = any((x.arch, x.heads, x.few_rows) == (arch, 1, 0) for x in program.forward)
+        _require(has_one_head, f"a program without kernels of one head for {arch}")
     for arch, numbers in program.tables.items():
         _check_kernels(numbers, arch, manifest)
     for arch, number in program.merge.items():
@@ -178,17 +182,23 @@ def _check_program(program: ProgramRecord, manifest: Manifest) -> None:
 
 def _check_parts(manifest: Manifest) -> None:
     """Whether launches for some columns of V have programs, of all variants of the spec."""
-    whole = {each.key[:-1]: each.signature for each in manifest.programs if not each.columns}
+    whole = {
+        program.key[:-1]: program.signature for program in manifest.programs if not program.columns
+    }
     for program in manifest.programs:
-        of_call = whole.get(program.key[:-1])
-        _require(of_call is not None, f"a part of no program: {program.columns} columns of V")
-        assert of_call is not None
-        dim, shared_kv = of_call.head_dim_v, of_call.shared_kv
-        own = replace(program.signature, head_dim_v=dim, shared_kv=shared_kv)
-        _require(own == of_call, f"{program.columns} columns of V of another call")
+        call_signature = whole.get(program.key[:-1])
+        _require(
+            call_signature is not None, f"a part of no program: {program.columns} columns of V"
+        )
+        assert call_signature is not None
+        dim, shared_kv = call_signature.head_dim_v, call_signature.shared_kv
+        whole_signature = replace(program.signature, head_dim_v=dim, shared_kv=shared_kv)
+        _require(
+            whole_signature == call_signature, f"{program.columns} columns of V of another call"
+        )
     for columns in {width for program in manifest.programs for width in program.widths}:
-        found = {each.key[:-1] for each in manifest.programs if each.columns == columns}
-        _require(found == set(whole), f"launches of {columns} columns of V without kernels")
+        parts = {program.key[:-1] for program in manifest.programs if program.columns == columns}
+        _require(parts == set(whole), f"launches of {columns} columns of V without kernels")
 
 
 def _check_paths(program: ProgramRecord, manifest: Manifest) -> None:
@@ -204,25 +214,33 @@ def _check_paths(program: ProgramRecord, manifest: Manifest) -> None:
     passes = {Pass(drop) for drop in drops}
     if not program.no_backward:
         learns = {(), tuple(x.name for x in program.signature.learned)}
-        passes |= {Pass(*each) for each in product(drops, learns, (True,), (False, True))}
+        passes |= {Pass(*fields) for fields in product(drops, learns, (True,), (False, True))}
     _require(passes >= {path.of for path in program.paths}, "a choice for a pass of no call")
-    of_all = [x for x in program.forward if x.heads == 1 and not x.few_rows]
-    made = {(x.arch, Pass(x.drops)) for x in of_all}
-    made |= {(x.arch, Pass(x.drops, x.learns, True, x.deterministic)) for x in program.backward}
+    any_rows = [x for x in program.forward if x.heads == 1 and not x.few_rows]
+    computed = {(x.arch, Pass(x.drops)) for x in any_rows}
+    computed |= {(x.arch, Pass(x.drops, x.learns, True, x.deterministic)) for x in program.backward}
     if program.columns:
-        passes &= {of for each in manifest.programs for of in each.widths.get(program.columns, ())}
-    for arch, is_open, of in product(manifest.archs, (False, True), passes):
-        chosen = program.path_of(arch, of, is_open=is_open)
+        passes &= {
+            pass_
+            for record in manifest.programs
+            for pass_ in record.widths.get(program.columns, ())
+        }
+    for arch, is_open, pass_ in product(manifest.archs, (False, True), passes):
+        chosen = program.path_of(arch, pass_, is_open=is_open)
         if chosen is None or chosen.columns == dim:
-            taken = arch if chosen is None else chosen.taken
-            _require((taken, of) in made, f"a program without kernels for {taken}")
+            kernel_arch = arch if chosen is None else chosen.taken
+            _require(
+                (kernel_arch, pass_) in computed, f"a program without kernels for {kernel_arch}"
+            )
 
 
 def _check_kernels(numbers: Iterable[int], arch: str, manifest: Manifest) -> None:
     for number in numbers:
         _require(0 <= number < len(manifest.kernels), f"kernel {number} of {len(manifest.kernels)}")
-        own = manifest.kernels[number].facts.arch
-        _require(own == arch, f"kernel {number} for {own} where one for {arch} is named")
+        kernel_arch = manifest.kernels[number].facts.arch
+        _require(
+            kernel_arch == arch, f"kernel {number} for {kernel_arch} where one for {arch} is named"
+        )
 
 
 def _check_layout(program: ProgramRecord, manifest: Manifest) -> None:
@@ -231,9 +249,11 @@ def _check_layout(program: ProgramRecord, manifest: Manifest) -> None:
         return
     _require(min(layout.block_q, layout.block_k) >= 1, f"{layout}")
     _require(min(layout.rows, layout.columns) >= 0, f"{layout}")
-    held = manifest.files[layout.table].bytes if layout.table in manifest.files else 0
-    _require(held == layout.rows * layout.columns, f"{layout}: the table has {held:,} B")
-    _require(bool(layout.table) == bool(held), f"{layout}")
+    table_bytes = manifest.files[layout.table].bytes if layout.table in manifest.files else 0
+    _require(
+        table_bytes == layout.rows * layout.columns, f"{layout}: the table has {table_bytes:,} B"
+    )
+    _require(bool(layout.table) == bool(table_bytes), f"{layout}")
 
 
 def _check_signature(signature: CallSignature) -> None:
@@ -269,5 +289,7 @@ def _names_of_ranges(signature: CallSignature) -> set[str]:
     """The names whose ranges a call has."""
     offsets: dict[str, int | None] = dict.fromkeys(OFFSETS)
     scalars = {x.name: 0 for x in signature.scalars if x.dtype != "float32"}
-    of_sequences = signature.packed or signature.paged
-    return set(CallRanges.of(dict.fromkeys(_SIZES, 0), offsets, scalars, of_sequences).names)
+    sequences_vary = signature.packed or signature.paged
+    return set(
+        CallRanges.from_call(dict.fromkeys(_SIZES, 0), offsets, scalars, sequences_vary).names
+    )

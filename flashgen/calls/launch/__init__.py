@@ -101,16 +101,16 @@ def load(
             captured into a CUDA graph, during which the driver does not load modules.
     """
     driver = driver or real_driver()
-    at = device_facts(device, driver)
+    facts = device_facts(device, driver)
     key = (driver, device, binary.key)
     with guard:
-        known = _kernels.get(key)
-        if known is not None:
-            return known
+        kernel = _kernels.get(key)
+        if kernel is not None:
+            return kernel
         where = f"loading {binary.kernel} on CUDA device {device}"
-        _check_arch(binary, at)
+        _check_arch(binary, facts)
         _check_version(binary, driver, where)
-        with current(at, driver):
+        with current(facts, driver):
             if stream is not None and int(check(driver, driver.cuStreamIsCapturing(stream), where)):
                 raise LaunchError(
                     "a kernel cannot be loaded while a CUDA graph is being captured",
@@ -121,7 +121,7 @@ def load(
             module = check(driver, driver.cuModuleLoadData(binary.cubin), where)
             name = binary.kernel.encode()
             function = check(driver, driver.cuModuleGetFunction(module, name), where)
-        _kernels[key] = Kernel(binary, at, driver, module, function)
+        _kernels[key] = Kernel(binary, facts, driver, module, function)
         return _kernels[key]
 
 
@@ -231,8 +231,8 @@ class Launch:
 
     def _config_on(self, stream: int) -> Any:
         """The configuration of an overlapping launch, which nothing changes: threads share it."""
-        known, config = self._config
-        if known != stream:
+        last_stream, config = self._config
+        if last_stream != stream:
             driver = self.kernel.driver
             overlap = driver.CUlaunchAttribute()
             kinds = driver.CUlaunchAttributeID

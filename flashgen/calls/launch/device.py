@@ -76,13 +76,13 @@ def loads(have: tuple[int, int], needed: int) -> bool:
 
 
 def fitting_driver(needed: int) -> str:
-    """What to install on a machine whose driver does not load cubins of CUDA ``needed``."""
+    """The way out where a driver does not load cubins of CUDA ``needed``."""
     first = FIRST_DRIVERS.get(needed)
     return f"install a driver {f'of {first} or newer' if first else f'for CUDA {needed}'}"
 
 
 def fitting_versions(needed: int, have: tuple[int, int]) -> str:
-    """What to install: a driver new enough for the compiler, or a compiler old enough for it.
+    """The way out: a driver new enough for the compiler, or a compiler old enough for the driver.
 
     Args:
         needed: the major CUDA version of the compiler.
@@ -110,9 +110,9 @@ def check(driver: Any, result: tuple[Any, ...], where: str) -> Any:
     """
     status, *values = result
     if int(status) != 0:
-        what, name = plain(driver, status)
+        message, name = plain(driver, status)
         _, way_out = _MEANINGS.get(int(status), ("", _EMULATE))
-        raise LaunchError(what, where=where, numbers=name, way_out=way_out)
+        raise LaunchError(message, where=where, numbers=name, way_out=way_out)
     return values[0] if values else None
 
 
@@ -235,12 +235,12 @@ def device_facts(index: int, driver: Any) -> Device:
         LaunchError: there is no such device, or the driver refuses a context.
     """
     with guard:
-        known = _devices.get((driver, index))
-        if known is not None:
-            return known
+        device = _devices.get((driver, index))
+        if device is not None:
+            return device
         where = f"CUDA device {index}"
         handle = check(driver, driver.cuDeviceGet(index), where)
-        found = Device(
+        device = Device(
             index=index,
             # Retained for the life of the process: kernels loaded in it stay valid.
             context=check(driver, driver.cuDevicePrimaryCtxRetain(handle), where),
@@ -249,8 +249,8 @@ def device_facts(index: int, driver: Any) -> Device:
             max_smem_bytes=attribute(driver, handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", where),
             registers=attribute(driver, handle, "MAX_REGISTERS_PER_BLOCK", where),
         )
-        _devices[driver, index] = found
-        return found
+        _devices[driver, index] = device
+        return device
 
 
 def is_current(device: Device, driver: Any) -> bool:

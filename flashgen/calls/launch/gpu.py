@@ -105,8 +105,8 @@ def driver_version() -> str:
 
 def version_in(line: str) -> str:
     """The version in "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.2  Tue ..."; or ""."""
-    found = re.search(r"(?:^|\s)(\d+\.[\d.]*\d)(?:\s|$)", line.partition("\n")[0])
-    return found[1] if found else ""
+    match = re.search(r"(?:^|\s)(\d+\.[\d.]*\d)(?:\s|$)", line.partition("\n")[0])
+    return match[1] if match else ""
 
 
 def _version_by_nvml() -> str:

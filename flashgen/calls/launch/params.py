@@ -51,7 +51,7 @@ Value = SupportsIndex | SupportsFloat | bytes | None
 @functools.lru_cache(maxsize=256)
 def _layout(ctypes_in_order: tuple[str, ...]) -> struct.Struct:
     """A parameter structure with C's alignment, including its padding."""
-    text, at, alignment = "<", 0, 1
+    text, offset, alignment = "<", 0, 1
     for name in ctypes_in_order:
         if name not in _CODES:
             raise LaunchError(
@@ -62,11 +62,11 @@ def _layout(ctypes_in_order: tuple[str, ...]) -> struct.Struct:
             )
         width = field_bytes(name)
         align = _ALIGN.get(name, width)
-        pad = -at % align
+        pad = -offset % align
         text += f"{pad}x" * bool(pad) + _CODES[name]
-        at += pad + width
+        offset += pad + width
         alignment = max(alignment, align)
-    pad = -at % alignment
+    pad = -offset % alignment
     return struct.Struct(text + f"{pad}x" * bool(pad))
 
 

@@ -37,7 +37,7 @@ _SEAL = hashlib.sha256().digest_size
 
 
 def flags() -> tuple[str, ...]:
-    """The flags of the compiler, with those of the environment variable CXXFLAGS."""
+    """The flags of the compiler, with the flags in the environment variable CXXFLAGS."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return (*_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}", abi, *config.cxx()[1])
 
@@ -85,9 +85,9 @@ def _obstacle(file: Path) -> str:
     try:
         data = contents(file)
     except FileNotFoundError:
-        others = any(file.parent.glob(f"{_NAME}.*.so"))
+        has_others = any(file.parent.glob(f"{_NAME}.*.so"))
         older = "; what is built is for another flashgen, torch or Python"
-        return f"it is not built{older if others else ''}: run `flashgen build-native`"
+        return f"it is not built{older if has_others else ''}: run `flashgen build-native`"
     except NotOurs as error:
         return str(error)
     except OSError as error:
@@ -115,7 +115,7 @@ def _imported(file: Path) -> ModuleType:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler: that of the environment variable CXX, which may have arguments, else c++,
+    """The C++ compiler of the environment variable CXX, which may have arguments, else c++,
     g++ or clang++.
 
     Raises:
@@ -128,17 +128,17 @@ def compiler() -> list[str]:
             numbers="it has the libraries of Linux; calls are made in Python",
             way_out="go on without it: results are the same",
         )
-    given, _ = config.cxx()
-    names = list(given[:1]) or ["c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    words, _ = config.cxx()
+    names = list(words[:1]) or ["c++", "g++", "clang++"]
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
         raise CompileError(
             "the native part cannot be built without a C++ compiler",
             where="flashgen build-native",
             numbers=f"not found: {', '.join(names)}; calls are made in Python",
             way_out="install g++ 11 or newer, or set CXX to a compiler of C++20",
         )
-    return [found, *given[1:]]
+    return [path, *words[1:]]
 
 
 def command(output: Path) -> list[str]:

@@ -58,12 +58,12 @@ class NativeCalls:
     @property
     def hits(self) -> tuple[int, int]:
         """Forward and backward calls that were made without Python."""
-        made: tuple[int, int] = self._calls.hits
-        return made
+        counts: tuple[int, int] = self._calls.hits
+        return counts
 
     @property
-    def known(self) -> int:
-        """The number of forward calls that are kept, those without a plan included."""
+    def kept_calls(self) -> int:
+        """The number of forward calls that are kept, with a plan or without."""
         return int(self._calls.known)
 
     def last_forward(self) -> ForwardOutcome | None:
@@ -94,13 +94,13 @@ class NativeCalls:
         """Makes the plan of a call that was made in Python, at the second such call.
 
         Args:
-            operands: of the call, with the rng that was used.
-            rng: that was given; None where it was drawn.
+            operands: the operands of the call, with the rng that was used.
+            rng: the rng that was passed; None where it was drawn.
             prepared: gives the prepared call; None where there is none yet that serves later calls.
         """
         q, k, v, captured, used = operands
-        given = (q, k, v, rng, captured, *options, False)
-        if not self._wants_plan(*given):
+        call_arguments = (q, k, v, rng, captured, *options, False)
+        if not self._wants_plan(*call_arguments):
             return
         call, plan = prepared(), None
         if call is None:
@@ -110,8 +110,8 @@ class NativeCalls:
             draws = rng is None and used is not None
             plan = self._library.Plan(len(inputs), call.target.index, draws, options)
 
-            def run(made: Any, q: Any, k: Any, v: Any, rng: Any, *captured: Any) -> Any:
-                *results, fields = made.run(Operands(q, k, v, captured, rng))
+            def run(prepared_call: Any, q: Any, k: Any, v: Any, rng: Any, *captured: Any) -> Any:
+                *results, fields = prepared_call.run(Operands(q, k, v, captured, rng))
                 outcome = ForwardOutcome(*fields)
                 return results, outcome._replace(
                     call=call,
@@ -122,7 +122,7 @@ class NativeCalls:
                 )
 
             plan = self._recorded(plan, call, inputs, run)
-        self._keep_plan(*given, plan)
+        self._keep_plan(*call_arguments, plan)
 
     def backward_plan(
         self,
@@ -141,10 +141,10 @@ class NativeCalls:
         inputs = (q, k, v, *gradients, rng, *captured)
         plan = self._library.Plan(len(inputs), call.target.index, False, None)
 
-        def run(made: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-            *of_out, rng = rest[:5]
-            given = Operands(q, k, v, rest[5:], rng)
-            results, outcome = made.run(given, OutputGradients(*of_out))
+        def run(prepared_call: Any, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
+            *output_gradients, rng = tensors[:5]
+            call_operands = Operands(q, k, v, tensors[5:], rng)
+            results, outcome = prepared_call.run(call_operands, OutputGradients(*output_gradients))
             launches = tuple(map(_without_tensors, outcome.launches))
             record = outcome._replace(call=call, build_seconds=0.0, launches=launches)
             return in_place(results), record
@@ -185,8 +185,8 @@ def driver_functions() -> tuple[int, ...]:
         OSError: there is no driver.
     """
     library = ctypes.CDLL("libcuda.so.1")
-    found: list[Any] = [getattr(library, name, None) for name in _FUNCTIONS]
-    return (*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found), 0)
+    functions: list[Any] = [getattr(library, name, None) for name in _FUNCTIONS]
+    return (*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions), 0)
 
 
 def refuse_compiled_autograd() -> NoReturn:
@@ -199,15 +199,23 @@ def refuse_compiled_autograd() -> NoReturn:
 
 
 def explain(
-    status: int, function: str, known: tuple[Launch, Sequence[TensorMapSpec]] | None, place: int
+    status: int,
+    function: str,
+    launch_and_maps: tuple[Launch, Sequence[TensorMapSpec]] | None,
+    map_index: int,
 ) -> None:
     """Raises the LaunchError of the Python path for a status of the driver.
 
     Args:
-        known: the launch and the tensor maps of the kernel; None for a function that concerns none.
-        place: the number of the tensor map that the driver refuses; -1 for none.
+        launch_and_maps: the launch and the tensor maps of the kernel; None for a function that
+            concerns no kernel.
+        map_index: the number of the tensor map that the driver refuses; -1 for none.
     """
-    driver, where = (known[0].kernel.driver, str(known[0])) if known else (real_driver(), function)
-    if known and place >= 0:
-        where = describe_map(known[1][place])
+    driver, where = (
+        (launch_and_maps[0].kernel.driver, str(launch_and_maps[0]))
+        if launch_and_maps
+        else (real_driver(), function)
+    )
+    if launch_and_maps and map_index >= 0:
+        where = describe_map(launch_and_maps[1][map_index])
     check(driver, (driver.CUresult(status),), where)

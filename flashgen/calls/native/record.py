@@ -1,4 +1,4 @@
-"""The plan of a call: what the Python path does in it, written down once for `native.cpp`.
+"""The plan of a call: the steps of the Python path, written down once for `native.cpp`.
 
 The plan is not derived a second time from the rules of calls. The prepared call runs once more, on
 tensors without memory: every operation of torch is seen by a `TorchDispatchMode`, and every launch
@@ -58,7 +58,7 @@ class Recorded(Tensor):
         Args:
             misaligned: bytes by which the address exceeds a multiple of 16.
         """
-        made: Recorded = Tensor._make_wrapper_subclass(
+        recorded: Recorded = Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -66,12 +66,12 @@ class Recorded(Tensor):
             dtype=meta.dtype,
             device=device,
         )
-        made.meta = meta
-        made._misaligned = misaligned
-        return made
+        recorded.meta = meta
+        recorded._misaligned = misaligned
+        return recorded
 
     def data_ptr(self) -> int:
-        """An address of which only the alignment means something."""
+        """A made-up address that has the alignment of the tensor."""
         return 16 + self._misaligned + int(self.storage_offset()) * self.element_size()
 
     @classmethod
@@ -102,14 +102,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bases: dict[int, list[tuple[Layout, int]]] = {}
         self._allocated: dict[int, tuple[Layout, bool]] = {}  # by storage, not yet a step
         self._constants: dict[int, tuple[Tensor, int]] = {}
-        self.inputs = [self._input(place, tensor) for place, tensor in enumerate(inputs)]
+        self.inputs = [self._input(index, tensor) for index, tensor in enumerate(inputs)]
 
-    def _input(self, place: int, tensor: Tensor | None) -> Recorded | None:
+    def _input(self, index: int, tensor: Tensor | None) -> Recorded | None:
         if tensor is None:
             return None
-        made = self._wrapped(_on_meta(tensor), tensor.data_ptr() % 16)
-        self._define(*_place(made.meta), place)
-        return made
+        recorded = self._wrapped(_on_meta(tensor), tensor.data_ptr() % 16)
+        self._define(*_storage_and_layout(recorded.meta), index)
+        return recorded
 
     def _wrapped(self, meta: Tensor, misaligned: int = 0) -> Recorded:
         self._metas.append(meta)
@@ -119,33 +119,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values[storage, layout] = value
         self._bases.setdefault(storage, []).append((layout, value))
 
-    # Values are made when a later step needs them: an allocation of which only a view is used, such
-    # as results whose rows are stored before the heads, is made with the sizes of that view.
+    # Values are made when a later step needs them. Where only a view of an allocation is used, as
+    # for results whose rows are stored before the heads, the allocation has the sizes of the view.
 
     def _value(self, tensor: Tensor) -> int:
         """The value of a tensor, with a step that makes it where there is none yet."""
         if not isinstance(tensor, Recorded):
             return self._constant(tensor)
-        storage, layout = _place(tensor.meta)
+        storage, layout = _storage_and_layout(tensor.meta)
         if storage in self._allocated:
             whole, zeros = self._allocated.pop(storage)
             covers = layout[2] == 0 and tensor.numel() == math.prod(whole[0])
-            made = layout if covers and layout[3] == whole[3] else whole
-            sizes, strides, _, dtype = made
-            self._define(storage, made, self._plan.allocate(sizes, strides, dtype, zeros))
-        known = self._values.get((storage, layout))
-        if known is not None:
-            return known
+            storage_layout = layout if covers and layout[3] == whole[3] else whole
+            sizes, strides, _, dtype = storage_layout
+            self._define(storage, storage_layout, self._plan.allocate(sizes, strides, dtype, zeros))
+        value = self._values.get((storage, layout))
+        if value is not None:
+            return value
         sizes, strides, offset, dtype = layout
-        for (_, _, start, of_base), base in self._bases[storage]:
-            if of_base == dtype:
+        for (_, _, start, base_dtype), base in self._bases[storage]:
+            if base_dtype == dtype:
                 view: int = self._plan.view(base, sizes, strides, offset - start)
                 self._define(storage, layout, view)
                 return view
         raise NoPlan(f"a tensor of {dtype} has memory of another dtype")
 
     def _constant(self, tensor: Tensor) -> int:
-        """A tensor that is no part of the call, such as a block layout: it has one address."""
+        """The value of a tensor outside of the call, such as a block layout, with one address."""
         if tensor.device != self._device:
             raise NoPlan("a tensor of another device takes part in it")
         if id(tensor) not in self._constants:
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pointer(self, tensor: Tensor) -> tuple[int, int]:
         """The value in whose memory a tensor is, and the bytes from there to its first element."""
         if isinstance(tensor, Recorded):
-            storage, layout = _place(tensor.meta)
+            storage, layout = _storage_and_layout(tensor.meta)
             if storage in self._bases and (storage, layout) not in self._values:
                 (_, _, start, dtype), base = self._bases[storage][0]
                 return base, layout[2] * layout[3].itemsize - start * dtype.itemsize
@@ -169,99 +169,99 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NoPlan(f"the host reads the contents of tensors ({func})")
         if torch.device(kwargs.get("device") or self._device) != self._device:
             raise NoPlan(f"tensors go to another device ({func})")
-        metas, of_meta = tree_map_only(Tensor, _on_meta, (list(args), kwargs))
+        metas, meta_kwargs = tree_map_only(Tensor, _on_meta, (list(args), kwargs))
         if "device" in kwargs or func in _EMPTY | _ZEROS:
-            of_meta["device"] = "meta"
-        found = func(*metas, **of_meta)
-        outputs = [found] if isinstance(found, Tensor) else list(found)
+            meta_kwargs["device"] = "meta"
+        result = func(*metas, **meta_kwargs)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
         if func in _EMPTY | _ZEROS:
-            storage, layout = _place(found)
+            storage, layout = _storage_and_layout(result)
             self._allocated[storage] = layout, func in _ZEROS
         else:
-            aliases = [each.alias_info for each in func._schema.returns]
+            aliases = [returned.alias_info for returned in func._schema.returns]
             if any(alias is not None and alias.is_write for alias in aliases):
                 self._operation(func, args, kwargs, outputs, makes=False)
                 return kwargs.get("out", args[0] if args else None)
             is_view = all(alias is not None for alias in aliases)
             if not is_view or outputs[0].dtype != metas[0].dtype:
                 self._operation(func, args, kwargs, outputs, makes=True)
-        made = [self._wrapped(each) for each in outputs]
-        return made[0] if isinstance(found, Tensor) else made
+        recorded = [self._wrapped(output) for output in outputs]
+        return recorded[0] if isinstance(result, Tensor) else recorded
 
     def _operation(
         self, func: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor], *, makes: bool
     ) -> None:
         schema = func._schema
-        rest = schema.arguments[len(args) :]
-        values = [*args, *(kwargs.get(each.name, each.default_value) for each in rest)]
+        unset = schema.arguments[len(args) :]
+        values = [*args, *(kwargs.get(argument.name, argument.default_value) for argument in unset)]
         tensors = []
-        for at, value in enumerate(values):
+        for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                tensors.append((at, self._value(value)))
-                values[at] = None
+                tensors.append((index, self._value(value)))
+                values[index] = None
             elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
                 raise NoPlan(f"{func} takes a list of tensors")
         names = schema.name, schema.overload_name
-        made = self._plan.operation(
+        output_values = self._plan.operation(
             *names, *values, tensors=tensors, outputs=len(outputs), makes=makes
         )
-        for each, value in zip(outputs, made, strict=True):
+        for output, value in zip(outputs, output_values, strict=True):
             if makes:
-                self._define(*_place(each), value)
+                self._define(*_storage_and_layout(output), value)
 
     def launch(self, kernel: BoundKernel, tensors: Mapping[str, Tensor | None]) -> None:
-        """Adds a launch, and those of blocks beyond the limits of a grid."""
+        """Adds a launch, and further launches for blocks beyond the limits of a grid."""
         launch, arguments = kernel._launch, kernel.arguments
         if launch is None:
             raise NoPlan(f"{kernel.build.facts.name} has not been launched from Python")
-        pointers, maps, at = [], [], 0
+        pointers, maps, field_offset = [], [], 0
         values: list[Any] = []
         specs = iter(arguments.maps)
         for param in arguments.params:
             width = field_bytes(param.ctype)
-            at += -at % min(width, MAP_ALIGN)
+            field_offset += -field_offset % min(width, MAP_ALIGN)
             tensor = tensors.get(param.name)
             if param.ctype == "tensormap":
                 assert tensor is not None, "operands of a kernel are never null"
-                maps.append((at, *self._pointer(tensor), next(specs)))
+                maps.append((field_offset, *self._pointer(tensor), next(specs)))
                 values.append(bytes(MAP_BYTES))
             elif param.ctype == "pointer":
-                pointers += [] if tensor is None else [(at, *self._pointer(tensor))]
+                pointers += [] if tensor is None else [(field_offset, *self._pointer(tensor))]
                 values.append(None)
             else:
                 values.append(arguments.numbers[param.name])
-            at += width
+            field_offset += width
         sizes = (*launch.grid, *launch.block, launch.smem)
         packed = pack(arguments.params, values)
-        known = launch, arguments.maps
+        launch_and_maps = launch, arguments.maps
         function = int(launch.kernel.function)
-        self._plan.kernel(function, sizes, launch.overlaps, packed, pointers, known)
+        self._plan.kernel(function, sizes, launch.overlaps, packed, pointers, launch_and_maps)
         for offset, value, skip, spec in maps:
             kinds = map_kinds(spec, launch.kernel.driver)
             self._plan.map(offset, value, skip, kinds, spec.dims, spec.strides, spec.box)
         self._plan.context = int(launch.kernel.device.context)
-        if kernel.rest is not None:
-            self.launch(kernel.rest, tensors)
+        if kernel.next_kernel is not None:
+            self.launch(kernel.next_kernel, tensors)
 
-    def results(self, found: Sequence[Tensor | None]) -> None:
+    def results(self, tensors: Sequence[Tensor | None]) -> None:
         """Sets the results of the plan."""
-        self._plan.results = [-1 if tensor is None else self._value(tensor) for tensor in found]
+        self._plan.results = [-1 if tensor is None else self._value(tensor) for tensor in tensors]
 
 
 def recording(prepared: Any, recorder: Recorder) -> Any:
     """A copy of a prepared call whose launches go to the recorder, and none to a GPU."""
     if prepared.signature.kv_dtype is not None:
         raise NoPlan("its cache has codes of 8 bits")
-    made = copy.copy(prepared)
-    made.target = replace(prepared.target, backend="recorded", recorder=recorder)
+    copied = copy.copy(prepared)
+    copied.target = replace(prepared.target, backend="recorded", recorder=recorder)
     for name in ("_kernels", "_bound"):  # a kernel that is bound to tensors without memory is lost
-        if hasattr(made, name):
-            setattr(made, name, dict(getattr(made, name)))
-    made._reads_inside = True  # on a GPU only FLASHGEN_CHECK_READS asks for that check
-    if getattr(made, "_splits", None) is not None:
-        made._splits = copy.copy(made._splits)
-        made._splits._target = made.target
-    return made
+        if hasattr(copied, name):
+            setattr(copied, name, dict(getattr(copied, name)))
+    copied._reads_inside = True  # on a GPU only FLASHGEN_CHECK_READS asks for that check
+    if getattr(copied, "_splits", None) is not None:
+        copied._splits = copy.copy(copied._splits)
+        copied._splits._target = copied.target
+    return copied
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -271,6 +271,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _place(meta: Tensor) -> tuple[int, Layout]:
+def _storage_and_layout(meta: Tensor) -> tuple[int, Layout]:
     layout = tuple(meta.size()), meta.stride(), int(meta.storage_offset()), meta.dtype
     return meta.untyped_storage()._cdata, layout

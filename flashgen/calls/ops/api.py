@@ -21,8 +21,8 @@ from flashgen.calls.runtime import forward
 from flashgen.calls.runtime.arguments.call import Call
 from flashgen.calls.runtime.arguments.options import (
     draw_rng,
+    invariant_options,
     new_rng,
-    of_invariant_call,
     refuse_positional,
     refuse_return_lse,
     refuse_two_requests,
@@ -86,8 +86,8 @@ def attention(spec: AttentionSpec | None = None, *more: Any, **others: Any) -> A
     return _attention(spec)
 
 
-def _of_output(spec: Any) -> Any:
-    """What computes the output of a spec: its statistics do not change it."""
+def _spec_of_output(spec: Any) -> Any:
+    """The spec without statistics, which do not change its output."""
     if not getattr(spec, "statistics", ()):
         return spec
     from flashgen.spec.language.statistic_specs import without_statistics
@@ -115,7 +115,7 @@ class Attention:
 
     def __init__(self, spec: AttentionSpec | CallProgram) -> None:
         self.spec: Any = spec
-        self._operator = operator_of(_of_output(spec))
+        self._operator = operator_of(_spec_of_output(spec))
         self._paged = self._operator.signature.paged
         self._shares_kv = self._operator.signature.shared_kv
         self._weighs = self._operator.signature.normalize != "softmax"
@@ -124,8 +124,8 @@ class Attention:
         self._variants = SimpleNamespace()
         self._for_maxima: Attention | None = None
         self.is_exported = isinstance(spec, CallProgram)
-        own = getattr(spec, "statistics", ())
-        self.own_statistics = tuple((name, each.over) for name, each in own)
+        statistics = getattr(spec, "statistics", ())
+        self.own_statistics = tuple((name, statistic.over) for name, statistic in statistics)
 
     def __repr__(self) -> str:
         return f"flashgen.attention({self.spec!r})"
@@ -328,7 +328,7 @@ class Attention:
         if batch_invariant is None:
             batch_invariant = mode_while_traced() if traced else config.batch_invariant()
         if batch_invariant is not False:
-            split_size, deterministic = of_invariant_call(
+            split_size, deterministic = invariant_options(
                 batch_invariant, split_size, deterministic
             )
         elif type(split_size) is int and split_size == INVARIANT:
@@ -386,7 +386,7 @@ class Attention:
             or h_offset
             or not starts_are_ints
         ):
-            operator, operands, options = Call.of(
+            operator, operands, options = Call.from_arguments(
                 operator,
                 self._variant,
                 operands,
@@ -412,16 +412,16 @@ class Attention:
         if not traced:
             self._latest.used = operator
             if operator.native is not None:
-                made: Tensor | tuple[Tensor, Tensor] | None
-                made = operator.native.call(q, k, v, rng, captured, *options, return_lse)
-                if made is not None:
-                    return made
+                native_results: Tensor | tuple[Tensor, Tensor] | None
+                native_results = operator.native.call(q, k, v, rng, captured, *options, return_lse)
+                if native_results is not None:
+                    return native_results
         if traced or not is_plain(q, k, v) or q.is_meta or (captured and not are_plain(captured)):
             if not traced:
                 refuse_jit_trace()
             result = dispatched_call(operator, operands, options)
             return result if return_lse else result[0]
-        given = rng
+        passed_rng = rng
         if rng is None and operator.dropout:
             rng = draw_rng(options.dropout_p, q.device)
             operands = operands._replace(rng=rng)
@@ -439,7 +439,7 @@ class Attention:
         else:
             result = operator.compute(operands, options)
         if operator.native is not None:
-            operator.learn(operands, options, given)
+            operator.learn(operands, options, passed_rng)
         return result if return_lse else result[0]
 
     def _variant(self, *fields: Any) -> Operator:
@@ -449,21 +449,21 @@ class Attention:
     @runs_while_traced
     def _name_of_variant(self, *fields: Any) -> str:
         """The name of a variant's operator, which becomes an attribute that Dynamo can guard."""
-        operator = operator_of(_of_output(program_of(self.spec).variant(Variant(*fields))))
+        operator = operator_of(_spec_of_output(program_of(self.spec).variant(Variant(*fields))))
         operator.latest = self._latest
         setattr(self._variants, operator.name, operator)
         return operator.name
 
     # Statistics: `flashgen.calls.ops.statistics`.
 
-    def with_maxima(self, *operands: Any, **rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def with_maxima(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse and the largest score of each row, of one kernel: a call with return_lse."""
         self._make_for_maxima()
-        made = self._for_maxima
-        assert made is not None, "made above"
-        results: Any = made(*operands, return_lse=True, **rest)
+        maxima_operator = self._for_maxima
+        assert maxima_operator is not None, "made above"
+        results: Any = maxima_operator(*operands, return_lse=True, **options)
         if not torch.compiler.is_compiling():
-            self._latest.used = made._used
+            self._latest.used = maxima_operator._used
         out, lse, maxima = results
         return out, lse, maxima
 
@@ -472,7 +472,7 @@ class Attention:
         if self._for_maxima is None:
             from flashgen.spec.language.signature import returning_maxima
 
-            self._for_maxima = attention(returning_maxima(_of_output(self.spec)))
+            self._for_maxima = attention(returning_maxima(_spec_of_output(self.spec)))
 
     @property
     def signature(self) -> CallSignature:
@@ -489,8 +489,8 @@ class Attention:
         Args:
             columns: the columns of V; 0 for the fewest.
         """
-        known = self._name_of_statistic(name, fields, columns)
-        operator: Operator = getattr(self._variants, known)
+        operator_name = self._name_of_statistic(name, fields, columns)
+        operator: Operator = getattr(self._variants, operator_name)
         return operator
 
     @runs_while_traced
@@ -500,7 +500,9 @@ class Attention:
 
         program = program_of(self.spec)
         spec = program.variant(Variant(*fields))
-        made = statistic_spec(spec, name)
-        operator = operator_of(with_columns(made, columns) if columns else made)
+        statistic_of_variant = statistic_spec(spec, name)
+        operator = operator_of(
+            with_columns(statistic_of_variant, columns) if columns else statistic_of_variant
+        )
         setattr(self._variants, operator.name, operator)
         return operator.name

@@ -106,8 +106,8 @@ def append_kv(
             check_append(operands)  # raises what torch's schema would refuse without an explanation
         _overloads[bool(write_scales)](*operands[:4], **keywords)
         return
-    rest = tuple(tensor for tensor in operands[4:-1] if tensor is not None)
-    if is_plain(k, v, k_cache) and are_plain((v_cache, *rest)) and not k.is_meta:
+    optional = tuple(tensor for tensor in operands[4:-1] if tensor is not None)
+    if is_plain(k, v, k_cache) and are_plain((v_cache, *optional)) and not k.is_meta:
         _refuse_gradients(operands)
         append(operands, backend, arch)
         _count_changes(operands)
@@ -129,8 +129,8 @@ def _check_choice(backend: object, arch: object) -> None:
 def _refuse_gradients(operands: AppendOperands) -> None:
     if not torch.is_grad_enabled():
         return
-    given = operands.tensors.items()
-    needing = [name for name, tensor in given if tensor is not None and tensor.requires_grad]
+    tensors = operands.tensors.items()
+    needing = [name for name, tensor in tensors if tensor is not None and tensor.requires_grad]
     if needing:
         refuse(
             "a cache that is written in place has no gradients",
@@ -161,10 +161,12 @@ def _mapped(*_: Any, **__: Any) -> None:
 def _register(library: Any, write_scales: bool) -> Any:
     """Defines the operator, and returns its overload."""
     name = _NAMES[write_scales]
-    scales = [f"Tensor? {each}=None" for each in _TENSORS[8:]]
+    scales = [f"Tensor? {tensor_name}=None" for tensor_name in _TENSORS[8:]]
     if write_scales:
-        scales = [f"Tensor({a}!) {each}" for a, each in zip("cd", _TENSORS[8:], strict=True)]
-    index = [f"Tensor? {each}=None" for each in _TENSORS[4:8]]
+        scales = [
+            f"Tensor({a}!) {tensor_name}" for a, tensor_name in zip("cd", _TENSORS[8:], strict=True)
+        ]
+    index = [f"Tensor? {tensor_name}=None" for tensor_name in _TENSORS[4:8]]
     library.define(
         f"{name}(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
         f"{', '.join((*scales, *index))}, str? backend=None, str? arch=None) -> ()",
@@ -173,8 +175,8 @@ def _register(library: Any, write_scales: bool) -> Any:
 
     def operands_of(tensors: tuple[Any, ...], named: dict[str, Any]) -> AppendOperands:
         """The tensors from the arguments, without those that have their defaults."""
-        rest = (named.get(each) for each in _TENSORS[len(tensors) :])
-        return AppendOperands._make((*tensors, *rest, write_scales))
+        remaining = (named.get(tensor_name) for tensor_name in _TENSORS[len(tensors) :])
+        return AppendOperands._make((*tensors, *remaining, write_scales))
 
     def compute(*tensors: Any, **named: Any) -> None:
         append(operands_of(tensors, named), named.get("backend"), named.get("arch"))

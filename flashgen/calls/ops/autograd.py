@@ -9,8 +9,8 @@
 
 Second derivatives are symmetric. The gradients by the inputs of `Differentiate`, for cotangents g
 of its outputs, are therefore the tangents of its outputs along g, and the gradient by dout is the
-tangent of out along g. Those of `Push` are the tangents of gradients whose dout is the cotangent
-of the tangent of out.
+tangent of out along g. The gradients of `Push` are the tangents of gradients whose dout is the
+cotangent of the tangent of out.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ def gradients_of(
             k in place, with None for v: autograd would fill the other columns with zeros first.
 
     Raises:
-        InputError: the gradients are those of several outputs at once.
+        InputError: there are gradients of several outputs at once.
     """
     q, k, v, captured, rng = operands
-    need_q, need_k, need_v, *of_captured = needs
-    needed = tuple([of_captured[index] for index in operator.learned])
+    need_q, need_k, need_v, *need_captured = needs
+    needed = tuple([need_captured[index] for index in operator.learned])
     if torch.compiler.is_compiling():  # by compiled autograd
         gradients = operator.dispatch_backward(operands, results, options, needed)
     elif any(_is_batched_grad(gradient) for gradient in results[2:] if gradient is not None):
@@ -179,12 +179,12 @@ def gradients_of(
     else:
         tensors = (q, k, v, *results, rng, *captured)
         gradients = Differentiate.apply(operator, options, needed, *tensors)  # type: ignore[no-untyped-call]
-    dq, dk, dv, *rest = gradients
+    dq, dk, dv, *learned_gradients = gradients
     wanted = (dq if need_q else None, dk if need_k else None, dv if need_v else None)
     if not captured:
         return wanted
-    learned = dict(zip(operator.learned, rest, strict=True))
-    return (*wanted, *[learned[i] if need else None for i, need in enumerate(of_captured)])
+    learned = dict(zip(operator.learned, learned_gradients, strict=True))
+    return (*wanted, *[learned[i] if need else None for i, need in enumerate(need_captured)])
 
 
 def _refuse_batched() -> NoReturn:
@@ -214,12 +214,12 @@ def differentiate_native(
     Returns:
         The gradients, and the plan or None.
     """
-    q, k, v, *of_out, rng = tensors[:8]
+    q, k, v, *output_tensors, rng = tensors[:8]
     operands = Operands(q, k, v, tensors[8:], rng)
-    results = OutputGradients(*of_out)
-    found = gradients_of(operator, options, operands, results, needs)
-    made = operator.backward_plan(operands, results, options, needs) if learn else None
-    return found, made
+    results = OutputGradients(*output_tensors)
+    gradients = gradients_of(operator, options, operands, results, needs)
+    plan = operator.backward_plan(operands, results, options, needs) if learn else None
+    return gradients, plan
 
 
 class Attend(torch.autograd.Function):
@@ -265,8 +265,10 @@ class Attend(torch.autograd.Function):
         operands = Operands(q, k, v, tuple(captured), rng)
         results = OutputGradients(out, lse, dout, dlse)
         needs = need_q, need_k, need_v, *needs
-        found = gradients_of(operator, options, operands, results, needs, one_tensor=ctx.one_tensor)
-        return (None, None, *found[:3], None, *found[3:])
+        gradients = gradients_of(
+            operator, options, operands, results, needs, one_tensor=ctx.one_tensor
+        )
+        return (None, None, *gradients[:3], None, *gradients[3:])
 
     @staticmethod
     def jvp(
@@ -275,10 +277,10 @@ class Attend(torch.autograd.Function):
         operator: Operator = ctx.operator
         options, tensors = _saved(ctx)
         # Without their tangents: the function of the tangents is differentiated by itself.
-        own_q, own_k, own_v, out, lse, rng, *own = map(_primal, tensors)
-        operands = Operands(own_q, own_k, own_v, tuple(own), rng)
+        q_primal, k_primal, v_primal, out, lse, rng, *captured_primals = map(_primal, tensors)
+        operands = Operands(q_primal, k_primal, v_primal, tuple(captured_primals), rng)
         check_moving(operator.signature, captured)
-        moving = Tangents(q, k, v, operator.of_learned(captured))
+        moving = Tangents(q, k, v, operator.select_learned(captured))
         no_more = (None,) * operator.signature.returns_maxima
         return (*push(operator, options, operands, (out, lse), moving), *no_more)
 
@@ -340,30 +342,43 @@ class Differentiate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        if all(each is None for each in gradients):
+        if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
         operator: Operator = ctx.operator
-        options, operands, of_results = _saved_backward(ctx)
+        options, operands, results = _saved_backward(ctx)
         pairs = zip(ctx.needed, gradients[3:], strict=True)
-        of_learned = tuple(x if needed else None for needed, x in pairs)
-        of_q, of_k, of_v = gradients[:3]
-        moving = Tangents(of_q, of_k, of_v, of_learned)
-        found = push_gradients(operator, options, operands, of_results, moving)
-        of_out, of_lse, dq, dk, dv, *learned = found
-        rest = operator.among_captured(learned)
-        of_dlse = None if of_results.dlse is None else of_lse
+        learned_gradients = tuple(x if needed else None for needed, x in pairs)
+        dq_gradient, dk_gradient, dv_gradient = gradients[:3]
+        moving = Tangents(dq_gradient, dk_gradient, dv_gradient, learned_gradients)
+        tangents = push_gradients(operator, options, operands, results, moving)
+        out_tangent, lse_tangent, dq, dk, dv, *learned = tangents
+        captured = operator.among_captured(learned)
+        dlse_tangent = None if results.dlse is None else lse_tangent
         # What out and lse depend on is inside the tangents of the gradients.
-        return (None, None, None, dq, dk, dv, None, None, of_out, of_dlse, None, *rest)
+        return (
+            None,
+            None,
+            None,
+            dq,
+            dk,
+            dv,
+            None,
+            None,
+            out_tangent,
+            dlse_tangent,
+            None,
+            *captured,
+        )
 
     @staticmethod
     def jvp(ctx: Any, _operator: Any, _options: Any, _needed: Any, *tangents: Any) -> Any:
         operator: Operator = ctx.operator
-        options, operands, of_results = _saved_backward(ctx)
-        of_q, of_k, of_v = tangents[:3]
-        moving = Tangents(of_q, of_k, of_v, operator.of_learned(tangents[8:]))
-        of_gradients = ResultTangents(*tangents[3:7])
-        found = push_gradients(operator, options, operands, of_results, moving, of_gradients)
-        dq, dk, dv, *learned = found[2:]
+        options, operands, results = _saved_backward(ctx)
+        q_tangent, k_tangent, v_tangent = tangents[:3]
+        moving = Tangents(q_tangent, k_tangent, v_tangent, operator.select_learned(tangents[8:]))
+        result_tangents = ResultTangents(*tangents[3:7])
+        all_tangents = push_gradients(operator, options, operands, results, moving, result_tangents)
+        dq, dk, dv, *learned = all_tangents[2:]
         shown = zip(ctx.needed, learned, strict=True)
         return (dq, dk, dv, *(x if wanted else x.new_empty(0) for wanted, x in shown))
 
@@ -378,9 +393,9 @@ class Differentiate(torch.autograd.Function):
         stop = start + len(floats)
 
         def call(*sample: Any) -> Any:
-            of_sample = operator.with_floats(options, sample[start:stop])
-            rest = (*sample[:start], *sample[stop:])
-            return Differentiate.apply(operator, of_sample, needed, *rest)  # type: ignore[no-untyped-call]
+            sample_options = operator.with_floats(options, sample[start:stop])
+            sample_tensors = (*sample[:start], *sample[stop:])
+            return Differentiate.apply(operator, sample_options, needed, *sample_tensors)  # type: ignore[no-untyped-call]
 
         tensors[start:start] = floats
         dims[start:start] = operator.floats_of(in_dims[1])
@@ -397,7 +412,7 @@ class Push(torch.autograd.Function):
 
     @staticmethod
     def forward(operator: Operator, options: CallOptions, *tensors: Any) -> tuple[Tensor, Tensor]:
-        operands, (out, lse), moving = _of_push(operator, tensors, 2)
+        operands, (out, lse), moving = _push_arguments(operator, tensors, 2)
         if _are_plain_operands(tensors, operands.q):
             options = operator.numbers_in(options)
             return operator.compute_tangent(operands, (out, lse), moving, options)
@@ -416,24 +431,24 @@ class Push(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(needs)
         operator: Operator = ctx.operator
-        options, (*tensors, of_out, of_lse) = _saved(ctx)
-        operands, (out, lse), moving = _of_push(operator, tuple(tensors), 2)
+        options, (*tensors, out_tangent, lse_tangent) = _saved(ctx)
+        operands, (out, lse), moving = _push_arguments(operator, tuple(tensors), 2)
         dout = torch.zeros_like(out) if dout is None else dout
         results = OutputGradients(out, lse, dout, dlse)
         count = 3 + len(operator.tensors)
         by_operands: Sequence[Any] = (None,) * count
         if any(needs[5 : 5 + count]):
-            of_results = ResultTangents(of_out, of_lse)
-            found = push_gradients(operator, options, operands, results, moving, of_results)
-            by_operands = (*found[2:5], *operator.among_captured(found[5:]))
+            result_tangents = ResultTangents(out_tangent, lse_tangent)
+            tangents = push_gradients(operator, options, operands, results, moving, result_tangents)
+            by_operands = (*tangents[2:5], *operator.among_captured(tangents[5:]))
         by_tangents: Sequence[Any] = (None,) * (3 + len(operator.learned))
         if any(needs[5 + count :]):
             need_q, need_k, need_v, *learned = needs[5 + count :]
             wanted = (bool(need) for need in operator.among_captured(learned))
-            of = gradients_of(
+            gradients = gradients_of(
                 operator, options, operands, results, (need_q, need_k, need_v, *wanted)
             )
-            by_tangents = (*of[:3], *operator.of_learned(of[3:]))
+            by_tangents = (*gradients[:3], *operator.select_learned(gradients[3:]))
         return (None,) * 5 + (*by_operands, *by_tangents)
 
     @staticmethod
@@ -456,13 +471,13 @@ class PushGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(operator: Operator, options: CallOptions, *tensors: Any) -> tuple[Tensor, ...]:
-        operands, results, moving = _of_push(operator, tensors, 8)
-        gradients, of_gradients = OutputGradients(*results[:4]), ResultTangents(*results[4:])
-        given = operands, gradients, moving, of_gradients
+        operands, results, moving = _push_arguments(operator, tensors, 8)
+        gradients, result_tangents = OutputGradients(*results[:4]), ResultTangents(*results[4:])
+        arguments = operands, gradients, moving, result_tangents
         if _are_plain_operands(tensors, operands.q):
-            return operator.compute_backward_tangent(*given, operator.numbers_in(options))
+            return operator.compute_backward_tangent(*arguments, operator.numbers_in(options))
         with _below_autograd():
-            return operator.dispatch_backward_tangent(*given, options)
+            return operator.dispatch_backward_tangent(*arguments, options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -492,8 +507,8 @@ def push(
     """The tangents of out and lse; differentiable."""
     tensors = _for_push(operands, results, moving)
     if _are_plain_operands(tensors, operands.q):
-        found: tuple[Tensor, ...] = push_plain(operator, options, *tensors)
-        return found
+        tangents: tuple[Tensor, ...] = push_plain(operator, options, *tensors)
+        return tangents
     _refuse_dtensors(operands.q)
     return operator.dispatch_tangent(operands, results, moving, options)
 
@@ -504,21 +519,21 @@ def push_gradients(
     operands: Operands,
     gradients: OutputGradients,
     moving: Tangents,
-    of_gradients: ResultTangents = ResultTangents(),  # noqa: B008
+    result_tangents: ResultTangents = ResultTangents(),  # noqa: B008
 ) -> tuple[Tensor, ...]:
     """The tangents of out, lse, dq, dk, dv and of the gradients of learned tensors."""
     if ROWS[1] in operator.tensors:
         _refuse_entropy()
-    tensors = _for_push(operands, (*gradients, *of_gradients), moving)
+    tensors = _for_push(operands, (*gradients, *result_tangents), moving)
     if _are_plain_operands(tensors, operands.q):
-        found: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
-        return found
+        tangents: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
+        return tangents
     _refuse_dtensors(operands.q)
-    return operator.dispatch_backward_tangent(operands, gradients, moving, of_gradients, options)
+    return operator.dispatch_backward_tangent(operands, gradients, moving, result_tangents, options)
 
 
 def _for_push(operands: Operands, results: Sequence[Any], moving: Tangents) -> tuple[Any, ...]:
-    """The tensors of `Push`, or with eight results those of `PushGradients`.
+    """The tensors of `Push`, or with eight results the tensors of `PushGradients`.
 
     Raises:
         InputError: there are several tangents at once.
@@ -530,19 +545,20 @@ def _for_push(operands: Operands, results: Sequence[Any], moving: Tangents) -> t
     return (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
 
 
-def _of_push(
+def _push_arguments(
     operator: Operator, tensors: tuple[Any, ...], count: int
 ) -> tuple[Operands, tuple[Any, ...], Tangents]:
     """The arguments of `_for_push` with ``count`` results."""
-    results, rng, (q, k, v, *rest) = tensors[:count], tensors[count], tensors[count + 1 :]
-    captured = tuple(rest[: len(operator.tensors)])
-    of_q, of_k, of_v, *learned = rest[len(operator.tensors) :]
-    return Operands(q, k, v, captured, rng), results, Tangents(of_q, of_k, of_v, tuple(learned))
+    results, rng, (q, k, v, *inputs) = tensors[:count], tensors[count], tensors[count + 1 :]
+    captured = tuple(inputs[: len(operator.tensors)])
+    q_tangent, k_tangent, v_tangent, *learned = inputs[len(operator.tensors) :]
+    moving = Tangents(q_tangent, k_tangent, v_tangent, tuple(learned))
+    return Operands(q, k, v, captured, rng), results, moving
 
 
 def _are_plain_operands(tensors: Sequence[Any], q: Tensor) -> bool:
-    given = [tensor for tensor in tensors if tensor is not None]
-    return is_plain(q, q, q) and are_plain(given) and not q.is_meta
+    present = [tensor for tensor in tensors if tensor is not None]
+    return is_plain(q, q, q) and are_plain(present) and not q.is_meta
 
 
 def _refuse_entropy() -> NoReturn:

@@ -63,7 +63,7 @@ def dispatched_call(
 
     Raises:
         InputError: an argument is of a wrong kind, which torch's own error would not explain, or is
-            a number of a wrong value, which may never run: that of a call of meta tensors does not.
+            a number of a wrong value, which may never run, as in a call of meta tensors.
     """
     q, k, v, captured, rng = operands
     if not operator.serves_dtensors and any(map(is_dtensor, (q, k, v, *captured))):
@@ -88,7 +88,7 @@ def dispatched_call(
     if is_dtensor(q):
         if torch.compiler.is_dynamo_compiling():
             keep_uncached(operator)
-        overload = operator.of_this_rank
+        overload = operator.local_overload
     result: tuple[Tensor, ...] = overload(
         q, k, v, *captured, *floats, rng, p, scale, **numbers, **scalars
     )
@@ -121,7 +121,7 @@ def _numbers(
         if not _is_open(scale, float, torch.SymFloat):
             scale = scale_of(signature, scale)
         scale = None if is_constant(scale == default) else _tensor(scale)
-    floats, others = [], {}
+    floats, integers = [], {}
     scalars = zip(operator.arguments, signature.scalars, options.scalars, strict=True)
     for name, scalar, value in scalars:
         if not _is_open(value, *_KINDS[scalar.dtype]):
@@ -129,8 +129,8 @@ def _numbers(
         if scalar.dtype == "float32":
             floats.append(_tensor(value))
         else:
-            others[name] = value
-    return scale, floats, others
+            integers[name] = value
+    return scale, floats, integers
 
 
 def _probability(operator: Operator, dropout_p: Any) -> Tensor | None:

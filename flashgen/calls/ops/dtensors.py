@@ -67,18 +67,18 @@ def serve(operator: Operator, library: Any, operator_of: OperatorOf) -> None:
         rule = functools.partial(_rule, operator, operator_of, name != operator.name)
         torch.library.register_torch_dispatch(f"flashgen::{name}", DTensor, rule, lib=library)
 
-    def of_this_rank(*args: Any, **keywords: Any) -> Any:
+    def local_overload(*args: Any, **keywords: Any) -> Any:
         before, _calls.kept_uncached = _calls.kept_uncached, True
         try:
             return operator.overload(*args, **keywords)
         finally:
             _calls.kept_uncached = before
 
-    operator.of_this_rank = of_this_rank
+    operator.local_overload = local_overload
 
 
 class _Calls(threading.local):
-    """Whether the present call is one of an ``of_this_rank``."""
+    """Whether the present call is one of a ``local_overload``."""
 
     kept_uncached = False
 
@@ -88,12 +88,12 @@ _calls = _Calls()
 
 @runs_while_traced
 def keep_uncached(operator: Operator) -> None:
-    """Keeps programs that call ``operator.of_this_rank`` out of the cache of AOTAutograd.
+    """Keeps programs that call ``operator.local_overload`` out of the cache of AOTAutograd.
 
     The program of a rank holds numbers of the rank, such as its first head, but the cache has one
     key for all ranks. It keeps no program that calls a function of Python.
     """
-    torch.compiler.allow_in_graph(operator.of_this_rank)  # type: ignore[no-untyped-call]
+    torch.compiler.allow_in_graph(operator.local_overload)  # type: ignore[no-untyped-call]
 
 
 def _check_uncached(operator: Operator) -> None:
@@ -116,7 +116,7 @@ def _rule(
     args: tuple[Any, ...],
     keywords: dict[str, Any] | None = None,
 ) -> tuple[DTensor, ...]:
-    """The results of an operator, of which some arguments are DTensors."""
+    """The results of an operator for arguments among which are DTensors."""
     keywords = keywords or {}
     with torch.no_grad():  # the rule is below autograd
         key = _key(backward, args, keywords)
@@ -126,15 +126,15 @@ def _rule(
                 _check_uncached(operator)
             names = [argument.name for argument in overload._schema.arguments]
             # torch omits arguments with their defaults.
-            given = dict(zip(names, args, strict=False))
-            part = _part_of(operator, backward, given, keywords, operator_of)
+            arguments = dict(zip(names, args, strict=False))
+            part = _part_of(operator, backward, arguments, keywords, operator_of)
             if key is not None and len(operator.parts) < _MOST_PARTS:
                 operator.parts[key] = part
         return _computed(operator, part, backward, args, key is None)
 
 
 class _Part(NamedTuple):
-    """What a rank does in calls of one kind.
+    """The work of a rank in calls of one kind.
 
     Attributes:
         operator, keywords: the operator that computes the part, with its keyword arguments.
@@ -155,17 +155,17 @@ class _Part(NamedTuple):
 
 
 def _key(backward: bool, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """What a `_Part` depends on; None in a trace, whose sizes are symbols."""
-    found: list[Any] = [backward, repr(keywords) if keywords else ""]
+    """The facts on which a `_Part` depends; None in a trace, whose sizes are symbols."""
+    key_parts: list[Any] = [backward, repr(keywords) if keywords else ""]
     for x in args:
         if not is_dtensor(x):
-            found.append(None if x is None else x.shape)
+            key_parts.append(None if x is None else x.shape)
             continue
         local = x._local_tensor
         if type(local) is not Tensor:
             return None
-        found += x._spec, local.stride()
-    return None if torch._C._len_torch_dispatch_stack() else tuple(found)
+        key_parts += x._spec, local.stride()
+    return None if torch._C._len_torch_dispatch_stack() else tuple(key_parts)
 
 
 class _Division(NamedTuple):
@@ -202,25 +202,25 @@ class _Division(NamedTuple):
         return next((x.dims for x in self.signature.tensors if x.name == name), ())
 
     def placements(self, name: str, shape: Sequence[int]) -> tuple[Any, ...]:
-        """How an argument lies on the mesh."""
+        """The placements of an argument on the mesh."""
         from torch.distributed.tensor import Replicate, Shard
 
         captured = name not in ("q", "k", "v", *_FREE, *OF_ROWS)
-        found: list[Any] = []
+        placements: list[Any] = []
         for axis in self.axes:
             names = {BATCH: (BATCH,), HEADS: (HEADS, KEY_HEADS)}.get(axis, ())
             if captured and axis == HEADS and self.in_whole:
                 names = ()
-            places = [
+            shard_axes = [
                 i
                 for i, dim in enumerate(self.dims(name))
                 if dim in names and not (captured and shape[i] == 1 < self.sizes[str(dim)])
             ]  # one element may be that of all
-            found.append(Shard(places[0]) if places else Replicate())
-        return tuple(found)
+            placements.append(Shard(shard_axes[0]) if shard_axes else Replicate())
+        return tuple(placements)
 
     def gradient_placements(self, name: str, shape: Sequence[int]) -> tuple[Any, ...]:
-        """How the gradient of an argument lies on the mesh: what all parts read has a sum."""
+        """The placements of the gradient of an argument: sums where all parts read the argument."""
         from torch.distributed.tensor import Partial
 
         pairs = zip(self.axes, self.placements(name, shape), strict=True)
@@ -237,7 +237,7 @@ class _Division(NamedTuple):
         return start
 
 
-def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
+def _division_of(signature: CallSignature, arguments: dict[str, Any]) -> _Division:
     """How the placements of q, k and v divide a call.
 
     Raises:
@@ -251,21 +251,21 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
             "the local tensors of each rank, whose heads are a call of their own; or a cache of "
             "the dtype of q",
         )
-    tensors = {name: x for name, x in given.items() if _is_spread(signature, name, x)}
+    tensors = {name: x for name, x in arguments.items() if _is_spread(signature, name, x)}
     for name, x in tensors.items():
         if not is_dtensor(x):
             _refuse_plain(name, x, next(filter(is_dtensor, tensors.values())))
         for _, order in getattr(x._spec, "shard_order", None) or ():
             if list(order) != sorted(order):
                 _refuse_placement(name, x)
-        if x.device_mesh != given["q"].device_mesh:
+        if x.device_mesh != arguments["q"].device_mesh:
             refuse(
                 "the DTensors of a call are on different device meshes",
                 f"argument {name}",
-                f"{name} on {x.device_mesh}, q on {given['q'].device_mesh}",
+                f"{name} on {x.device_mesh}, q on {arguments['q'].device_mesh}",
                 f"distribute_tensor({name}, q.device_mesh, ...)",
             )
-    mesh = given["q"].device_mesh
+    mesh = arguments["q"].device_mesh
     if mesh.get_coordinate() is None:
         refuse(
             "this rank is not part of the device mesh",
@@ -273,21 +273,25 @@ def _division_of(signature: CallSignature, given: dict[str, Any]) -> _Division:
             f"{mesh}",
             "a call on the ranks of the mesh alone",
         )
-    drops = signature.dropout and given.get("dropout_p") is not None
-    sizes = {BATCH: given["q"].shape[0], HEADS: given["q"].shape[1], KEY_HEADS: given["k"].shape[1]}
+    drops = signature.dropout and arguments.get("dropout_p") is not None
+    sizes = {
+        BATCH: arguments["q"].shape[0],
+        HEADS: arguments["q"].shape[1],
+        KEY_HEADS: arguments["k"].shape[1],
+    }
     division = _Division(signature, mesh, (), sizes, drops)
-    axes = tuple(_axis_of(division, given, number) for number in range(mesh.ndim))
+    axes = tuple(_axis_of(division, arguments, number) for number in range(mesh.ndim))
     division = division._replace(axes=axes)
     if HEADS in axes:
-        _check_heads(division, given)
+        _check_heads(division, arguments)
     if BATCH in axes:
-        _check_batch(division, given)
+        _check_batch(division, arguments)
     why = _counts_heads(division) if HEADS in axes else ""
     if why and signature.choice is not None:
         refuse(
             "a rank cannot compute some heads of a whole whose queries choose their keys",
             "argument q",
-            f"{why}; placements {given['q'].placements}",
+            f"{why}; placements {arguments['q'].placements}",
             "Shard(0), the batch; or the call on q.to_local() and the others, whose heads count "
             "from 0 on each rank",
         )
@@ -327,27 +331,27 @@ def _has_whole(signature: CallSignature) -> bool:
     return any(scalar.name == WHOLE[0] for scalar in signature.scalars)
 
 
-def _axis_of(division: _Division, given: dict[str, Any], number: int) -> str:
+def _axis_of(division: _Division, arguments: dict[str, Any], number: int) -> str:
     """The axis that a dimension of the mesh divides, by the placements of q, k and v."""
     from torch.distributed.tensor import Shard
 
-    found: dict[str, str] = {}
+    names_of_axes: dict[str, str] = {}
     for name in ("q", "k", "v"):
-        placement = given[name].placements[number]
+        placement = arguments[name].placements[number]
         if not placement.is_replicate():
             dims = division.dims(name)
             axis = dims[placement.dim] if type(placement) is Shard else ""
             if axis not in AXES:
-                _refuse_placement(name, given[name])
-            found[str(axis)] = name
-    if len(found) > 1:
-        other = found.popitem()[1]
-        _refuse_placement(other, given[other])
-    return next(iter(found), "")
+                _refuse_placement(name, arguments[name])
+            names_of_axes[str(axis)] = name
+    if len(names_of_axes) > 1:
+        name = names_of_axes.popitem()[1]
+        _refuse_placement(name, arguments[name])
+    return next(iter(names_of_axes), "")
 
 
-def _check_heads(division: _Division, given: dict[str, Any]) -> None:
-    q, k = given["q"], given["k"]
+def _check_heads(division: _Division, arguments: dict[str, Any]) -> None:
+    q, k = arguments["q"], arguments["k"]
     sizes = [division.mesh.size(i) for i, axis in enumerate(division.axes) if axis == HEADS]
     ranks = functools.reduce(int.__mul__, sizes, 1)
     if k.shape[1] % ranks:
@@ -365,9 +369,9 @@ def _check_heads(division: _Division, given: dict[str, Any]) -> None:
         )
 
 
-def _check_batch(division: _Division, given: dict[str, Any]) -> None:
+def _check_batch(division: _Division, arguments: dict[str, Any]) -> None:
     signature = division.signature
-    q = given["q"]
+    q = arguments["q"]
     way_out = (
         "q.redistribute(placements=...) with Shard(1), the heads; or the call on q.to_local() and "
         "the others, whose batch entries count from 0 on each rank"
@@ -400,19 +404,19 @@ def _check_batch(division: _Division, given: dict[str, Any]) -> None:
 def _part_of(
     operator: Operator,
     backward: bool,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     keywords: dict[str, Any],
     operator_of: OperatorOf,
 ) -> _Part:
-    """What this rank does in a call.
+    """The work of this rank in a call.
 
     Raises:
-        InputError: it does not have what its part of the call reads.
+        InputError: the rank lacks elements that its part of the call reads.
     """
     signature = operator.signature
-    division = _division_of(signature, given)
-    wanted = tuple([_wanted(division, name, x) for name, x in given.items()])
-    shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
+    division = _division_of(signature, arguments)
+    wanted = tuple([_wanted(division, name, x) for name, x in arguments.items()])
+    shapes = {name: x.shape for name, x in arguments.items() if isinstance(x, Tensor)}
     if not backward:
         rows = shapes["q"][:3]
         shapes |= {"out": torch.Size((*rows, signature.head_dim_v)), "lse": rows}
@@ -424,7 +428,7 @@ def _part_of(
             if not needed:  # a tensor without elements
                 results[index] = None, division.everywhere
     if division.in_whole:
-        operator, keywords = _in_whole(operator, division, given, keywords, operator_of)
+        operator, keywords = _in_whole(operator, division, arguments, keywords, operator_of)
     return _Part(operator, keywords, division.mesh, wanted, tuple(results), [])
 
 
@@ -442,32 +446,32 @@ def _computed(
         operator.done, operator.done_backward = done.last_forward(), done.last_backward()
         operator.latest.used = operator
     if part.specs:
-        made = type(next(filter(is_dtensor, args)))
+        dtensor_type = type(next(filter(is_dtensor, args)))
         pairs = zip(results, part.specs, strict=True)
-        return tuple([made(x, spec, requires_grad=False) for x, spec in pairs])
-    found = tuple(
+        return tuple([dtensor_type(x, spec, requires_grad=False) for x, spec in pairs])
+    dtensors = tuple(
         _spread(mesh, x, x.shape if shape is None else shape, placements)
         for x, (shape, placements) in zip(results, part.results, strict=True)
     )
-    part.specs[:] = [x._spec for x in found]  # at once, for other threads
-    return found
+    part.specs[:] = [x._spec for x in dtensors]  # at once, for other threads
+    return dtensors
 
 
 def _in_whole(
     operator: Operator,
     division: _Division,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     keywords: dict[str, Any],
     operator_of: OperatorOf,
 ) -> tuple[Operator, dict[str, Any]]:
     """The operator of calls on some heads of a whole, and its keyword arguments on this rank."""
-    q, k = given["q"], given["k"]
+    q, k = arguments["q"], arguments["k"]
     first = division.first(HEADS, q.shape[1])
     if division.drops:  # it counts b * heads + h, and alone counts heads where a batch is divided
         first += division.first(BATCH, q.shape[0]) * q.shape[1]
     if _has_whole(operator.signature):
         return operator, {**keywords, WHOLE[0]: keywords[WHOLE[0]] + first}
-    table = given.get(PAGE_NAMES[0])
+    table = arguments.get(PAGE_NAMES[0])
     pages = 1 if table is None else table.shape[1]
     sizes = dict(zip(WHOLE, (first, q.shape[1], q.shape[2], k.shape[2] * pages), strict=True))
     variant = program_of(operator.spec).variant(Variant(part=WHOLE))
@@ -553,11 +557,11 @@ def refuse_drawn() -> NoReturn:
 _ON_ALL_RANKS = "{}=distribute_tensor({}, q.device_mesh, [Replicate()] * q.device_mesh.ndim)"
 
 
-def _refuse_plain(name: str, x: Tensor, other: DTensor) -> NoReturn:
+def _refuse_plain(name: str, x: Tensor, dtensor: DTensor) -> NoReturn:
     refuse(
         f"{name} is an ordinary tensor beside DTensors",
         f"argument {name}",
-        f"shape {shape_of(x)}, on each rank; others are on {other.device_mesh}",
+        f"shape {shape_of(x)}, on each rank; others are on {dtensor.device_mesh}",
         f"{_ON_ALL_RANKS.format(name, name)} for a tensor that all ranks have; .to_local() of the "
         "others for a call of this rank alone",
     )

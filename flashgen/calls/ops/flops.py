@@ -29,48 +29,58 @@ def register_flops(
         tangent, second: the operators of the tangent passes, forward and backward.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-        return 2 * _pairs(signature, q, k, rest) * (q.shape[3] + v.shape[3])
+    def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_: Any) -> int:
+        return 2 * _pairs(signature, q, k, arguments) * (q.shape[3] + v.shape[3])
 
-    def backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    def backward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_: Any) -> int:
         # S again, dQ and dK over head_dim; dP and dV over head_dim_v.
-        return 2 * _pairs(signature, q, k, rest) * (3 * q.shape[3] + 2 * v.shape[3])
+        return 2 * _pairs(signature, q, k, arguments) * (3 * q.shape[3] + 2 * v.shape[3])
 
     def moving(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
         """The captured tensors, and the lists of tangents and of results."""
-        place = next(i for i, x in enumerate(arguments) if isinstance(x, list | tuple))
-        return arguments[:place], arguments[place], arguments[place + 1]
+        tangents_index = next(i for i, x in enumerate(arguments) if isinstance(x, list | tuple))
+        return arguments[:tangents_index], arguments[tangents_index], arguments[tangents_index + 1]
 
-    def of_tangent(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    def tangent_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_: Any) -> int:
         # S, and S' of q and of k; with V a product for the tangents of scores, and one of V.
-        captured, (of_q, of_k, of_v, *learned), _results = moving(rest)
-        of_scores = _given(of_q) + _given(of_k)
-        with_v = bool(of_scores or _given(*learned)) + _given(of_v)
-        of_rows = (1 + of_scores) * q.shape[3] + with_v * v.shape[3]
-        return 2 * _pairs(signature, q, k, captured) * of_rows
+        captured, (q_tangent, k_tangent, v_tangent, *learned), _results = moving(arguments)
+        score_tangents = _count_present(q_tangent) + _count_present(k_tangent)
+        with_v = bool(score_tangents or _count_present(*learned)) + _count_present(v_tangent)
+        columns = (1 + score_tangents) * q.shape[3] + with_v * v.shape[3]
+        return 2 * _pairs(signature, q, k, captured) * columns
 
-    def of_second(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **by_name: Any) -> int:
+    def second_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **by_name: Any) -> int:
         # S, S', and the tangents of dQ and dK over head_dim; those of dP and dV over head_dim_v.
-        captured, (of_q, of_k, of_v, *_), results = moving(rest)
-        of_scores, of_dout = _given(of_q) + _given(of_k), _given(results[6])
-        over_v = 2 + _given(of_v) + 2 * of_dout
-        of_rows = (3 + 2 * of_scores) * q.shape[3] + over_v * v.shape[3]
-        found = 2 * _pairs(signature, q, k, captured) * of_rows
-        return found + (of_tangent(q, k, v, *rest) if _given(*results[4:6]) < 2 else 0)
+        captured, (q_tangent, k_tangent, v_tangent, *_), results = moving(arguments)
+        score_tangents, dout_tangents = (
+            _count_present(q_tangent) + _count_present(k_tangent),
+            _count_present(results[6]),
+        )
+        over_v = 2 + _count_present(v_tangent) + 2 * dout_tangents
+        columns = (3 + 2 * score_tangents) * q.shape[3] + over_v * v.shape[3]
+        flops = 2 * _pairs(signature, q, k, captured) * columns
+        return flops + (
+            tangent_flops(q, k, v, *arguments) if _count_present(*results[4:6]) < 2 else 0
+        )
 
     register: Callable[..., Any] = register_flop_formula
-    formulas = {packet: forward, packet_backward: backward, tangent: of_tangent, second: of_second}
+    formulas = {
+        packet: forward,
+        packet_backward: backward,
+        tangent: tangent_flops,
+        second: second_flops,
+    }
     for target, formula in formulas.items():
         register(target, get_raw=True)(formula)
     # A counter copies the formulas when it is made; operators may be made inside it.
     for mode in _get_current_dispatch_mode_stack():
-        known = getattr(getattr(mode, "counter", None), "flop_registry", None)
-        if isinstance(known, dict):
-            known.update(formulas)
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(registry, dict):
+            registry.update(formulas)
 
 
-def _given(*tensors: Any) -> int:
-    """How many of these are given."""
+def _count_present(*tensors: Any) -> int:
+    """The number of tensors that are not None."""
     return sum(tensor is not None for tensor in tensors)
 
 

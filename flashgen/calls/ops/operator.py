@@ -17,9 +17,9 @@ from flashgen.calls.native.calls import NativeCalls
 from flashgen.calls.runtime import backends, backward, derivatives, forward, tangent
 from flashgen.calls.runtime.arguments.options import (
     check_rng,
+    is_deterministic,
     number_in,
     probability_of,
-    settled,
 )
 from flashgen.calls.runtime.arguments.refusals import runs_while_traced
 from flashgen.calls.runtime.prepared_call import DerivativeOutcome
@@ -61,7 +61,7 @@ class Operator:
 
     Attributes:
         name: the name in torch.ops.flashgen.
-        numbers: the keyword arguments besides the scalars: those of `NUMBERS` that are not tensors.
+        numbers: the keyword arguments besides the scalars: the names in `NUMBERS` of no tensors.
         scalars, tensors: the names of the run-time scalars and of the captured tensors.
         floats: indices of the scalars that are floats, which registered operators have as tensors.
         arguments: the names of the scalars in torch's schema: "_self" for "self", because methods
@@ -69,13 +69,13 @@ class Operator:
         learned: indices of the learned tensors among the captured tensors.
         overload, overload_backward, overload_tangent, overload_backward_tangent: the operators in
             torch.ops; set by `registration`.
-        kernels: what the overloads compute for ordinary tensors; set by `registration`.
+        kernels: the functions of the overloads for ordinary tensors; set by `registration`.
         differentiate: `flashgen.calls.ops.autograd.differentiate_native`; set by `registration`.
         serves_dtensors: whether the operator has the rules of `flashgen.calls.ops.dtensors`.
-        parts: what these rules found for calls of a kind.
-        of_this_rank: ``overload`` for calls of DTensors; set by these rules.
+        parts: the work of this rank in calls of each kind, by these rules.
+        local_overload: ``overload`` for calls of DTensors; set by these rules.
         done, done_backward: records of the last calls in Python; None before the first.
-        latest: shared with the operators of its variants: ``used`` is that of the last call.
+        latest: shared with the operators of its variants; ``used``: the operator of the last call.
         native: the calls that need no Python; None before the first call on a GPU, where the
             native part is not used, and where calls have a third result.
     """
@@ -84,7 +84,7 @@ class Operator:
     overload_backward: Any
     overload_tangent: Any
     overload_backward_tangent: Any
-    of_this_rank: Any
+    local_overload: Any
     kernels: tuple[Any, Any]
     differentiate: Any
 
@@ -157,11 +157,11 @@ class Operator:
         return self.with_floats(options, floats)
 
     def float_tensors(self, options: CallOptions) -> tuple[Tensor | None, ...]:
-        """What `floats_of` returns as arguments of the registered operator."""
-        p, *rest = self.floats_of(options)
+        """The floats of `floats_of` as arguments of the registered operator."""
+        p, *scalars = self.floats_of(options)
         if p is not None and not isinstance(p, Tensor):
             p = probability_of(p) or None
-        return (as_tensor(p), *map(as_tensor, rest))
+        return (as_tensor(p), *map(as_tensor, scalars))
 
     # Calls through torch's dispatcher.
 
@@ -205,10 +205,10 @@ class Operator:
         operands: Operands,
         gradients: OutputGradients,
         moving: Tangents,
-        of_gradients: ResultTangents,
+        result_tangents: ResultTangents,
         options: CallOptions,
     ) -> tuple[Tensor, ...]:
-        results = *gradients, *of_gradients
+        results = *gradients, *result_tangents
         overload = self.overload_backward_tangent
         return self._dispatch_moving(overload, operands, results, moving, options)
 
@@ -222,10 +222,10 @@ class Operator:
     ) -> tuple[Tensor, ...]:
         q, k, v, captured, rng = operands
         p, scale, *floats = self.float_tensors(options)
-        ways = [*moving[:3], *(moving.captured or (None,) * len(self.learned))]
-        given = (q, k, v, *captured, *floats, ways, list(results), rng, p, scale)
-        found: tuple[Tensor, ...] = overload(*given, **self.keywords(options))
-        return found
+        operand_tangents = [*moving[:3], *(moving.captured or (None,) * len(self.learned))]
+        arguments = (q, k, v, *captured, *floats, operand_tangents, list(results), rng, p, scale)
+        tangents: tuple[Tensor, ...] = overload(*arguments, **self.keywords(options))
+        return tangents
 
     # Direct calls.
 
@@ -241,9 +241,11 @@ class Operator:
             if call is not None:
                 self._last = key, call
         if call is None:
-            settled(options.deterministic)  # wrong values must not wait for the backward call
+            is_deterministic(
+                options.deterministic
+            )  # wrong values must not wait for the backward call
             call = forward.prepare(self.spec, operands, options)
-            if call.target.settled and key is not None:
+            if call.target.is_final and key is not None:
                 _cache(self._forwards, key, call)
             serves = call.target.backend == "gpu" and not self.signature.returns_maxima
             if self.native is None and serves:
@@ -270,13 +272,13 @@ class Operator:
                 needed is returned as a tensor without elements.
         """
         options = _with_probability(options)
-        deterministic = settled(options.deterministic)
+        deterministic = is_deterministic(options.deterministic)
         key = (deterministic, _key(operands, options), _key_of_gradients(gradients), needed)
         call = self._backwards.get(key)
         if call is None:
             options = options._replace(deterministic=deterministic)
             call = backward.prepare(self.spec, operands, gradients, options, needed=needed)
-            if call.target.settled:
+            if call.target.is_final:
                 _cache(self._backwards, key, call)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
@@ -288,11 +290,11 @@ class Operator:
         computed = dict(zip((x.name for x in call.signature.learned), results[3:], strict=True))
         captured = operands.captured
         learned = zip(self.learned, needed, strict=True)
-        rest = (
+        learned_gradients = (
             computed[self.tensors[i]] if wanted else captured[i].new_empty(0)
             for i, wanted in learned
         )
-        return (*results[:3], *rest)
+        return (*results[:3], *learned_gradients)
 
     def compute_tangent(
         self,
@@ -303,12 +305,12 @@ class Operator:
     ) -> tuple[Tensor, Tensor]:
         """Computes the tangents of out and lse, for ordinary tensors."""
         options = _with_probability(options)
-        given = operands, results, moving, options
+        arguments = operands, results, moving, options
         key = _key(operands, options), tuple(x is None for x in (*moving[:3], *moving.captured))
         call = self._tangents.get(key)
         if call is None:
-            call = tangent.prepare(self.spec, *given)
-            if call.target.settled and key[0] is not None:
+            call = tangent.prepare(self.spec, *arguments)
+            if call.target.is_final and key[0] is not None:
                 _cache(self._tangents, key, call)
         elif operands.rng is not None:
             check_rng(operands.rng, operands.q.device)
@@ -317,7 +319,7 @@ class Operator:
         except PlanError:  # no tile of the kernel fits
             if call.target.backend != "gpu":
                 raise
-            return derivatives.tangents(self.spec, *given)
+            return derivatives.tangents(self.spec, *arguments)
         return out, lse
 
     def compute_backward_tangent(
@@ -325,26 +327,26 @@ class Operator:
         operands: Operands,
         gradients: OutputGradients,
         moving: Tangents,
-        of_gradients: ResultTangents,
+        result_tangents: ResultTangents,
         options: CallOptions,
     ) -> tuple[Tensor, ...]:
         """Computes the tangents of out, lse and of all gradients, for ordinary tensors."""
         options = _with_probability(options)
-        given = operands, gradients, moving, of_gradients, options
-        return derivatives.gradient_tangents(self.spec, *given)
+        arguments = operands, gradients, moving, result_tangents, options
+        return derivatives.gradient_tangents(self.spec, *arguments)
 
     # The learned tensors among the captured tensors.
 
-    def of_learned(self, captured: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of values for all captured tensors that belong to the learned ones."""
+    def select_learned(self, captured: Sequence[Any]) -> tuple[Any, ...]:
+        """The values of the learned tensors, from the values of all captured tensors."""
         return tuple([captured[index] for index in self.learned])
 
     def among_captured(self, learned: Sequence[Any]) -> list[Any]:
         """Values for the learned tensors, with None for the other captured tensors."""
-        found: list[Any] = [None] * len(self.tensors)
+        values: list[Any] = [None] * len(self.tensors)
         for index, value in zip(self.learned, learned, strict=True):
-            found[index] = value
-        return found
+            values[index] = value
+        return values
 
     # Calls without Python.
 
@@ -353,7 +355,7 @@ class Operator:
 
         Args:
             operands: with the rng that was used.
-            rng: that was given; None where it was drawn.
+            rng: the rng that was passed; None where it was drawn.
         """
 
         def prepared() -> forward.PreparedForward | None:
@@ -379,17 +381,17 @@ class Operator:
         """
         needed = tuple([needs[3 + index] for index in self.learned])
         key = _key(operands, _with_probability(options)), _key_of_gradients(gradients), needed
-        call = self._backwards.get((settled(options.deterministic), *key))
+        call = self._backwards.get((is_deterministic(options.deterministic), *key))
         if not isinstance(call, backward.PreparedBackward) or call.in_parts:
             return None
         if self.native is None:
             return None
 
         def in_place(results: Sequence[Tensor]) -> list[Tensor | None]:
-            names = ("q", "k", "v", *(each.name for each in call.signature.learned))
-            found = dict(zip(names, results, strict=True))
+            names = ("q", "k", "v", *(tensor.name for tensor in call.signature.learned))
+            gradients_by_name = dict(zip(names, results, strict=True))
             wanted = zip(("q", "k", "v", *self.tensors), needs, strict=True)
-            return [found[name] if need else None for name, need in wanted]
+            return [gradients_by_name[name] if need else None for name, need in wanted]
 
         return self.native.backward_plan(call, operands, gradients, in_place)
 
@@ -415,7 +417,7 @@ def check_choices(backend: Any, arch: Any, deterministic: Any) -> None:
     if arch is not None:
         backends.arch_of(arch, "tiled", torch.device("cpu"))
     if deterministic is not None:
-        settled(deterministic)
+        is_deterministic(deterministic)
 
 
 _DEFAULT_NUMBERS = DEFAULT_OPTIONS[:8]

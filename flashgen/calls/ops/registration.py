@@ -115,8 +115,8 @@ def _family(name: str) -> tuple[str, ...]:
 
 def _is_used(name: str) -> bool:
     """Whether an operator has this name, or torch.ops.flashgen has an attribute of its own."""
-    own = hasattr(torch.ops.flashgen, name) and name not in _names
-    return own or not _names.isdisjoint(_family(name))
+    other_attribute = hasattr(torch.ops.flashgen, name) and name not in _names
+    return other_attribute or not _names.isdisjoint(_family(name))
 
 
 def register(operator: Operator) -> None:
@@ -185,7 +185,7 @@ def register(operator: Operator) -> None:
     _register_tangents(operator)
     tangents = operator.overload_tangent, operator.overload_backward_tangent
     overloads = overload, overload_backward, *tangents
-    register_flops(signature, *(each.overloadpacket for each in overloads))
+    register_flops(signature, *(registered.overloadpacket for registered in overloads))
     if "torch.distributed.tensor" in sys.modules:
         serve_dtensors(operator)
 
@@ -200,51 +200,52 @@ def _implement(name: str, kernel: Any, autograd: Any, fake: Any) -> Any:
 
 
 def _register_tangents(operator: Operator) -> None:
-    """Defines the operators of the tangent passes, which derivatives other than gradients are made
-    of.
+    """Defines the operators of the tangent passes, from which all other derivatives are made.
 
-    They take the tangents of q, k, v and of the learned tensors as one list, and out and lse with
-    all that belongs to them as another one.
+    These operators take the tangents of q, k, v and of the learned tensors as one list, and out and
+    lse with their gradients and tangents as another one.
     """
     signature = operator.signature
 
-    def of(tensors: Any, by_name: Any) -> tuple[Operands, Any, Tangents, Any]:
-        operands, (ways, results), floats = _values(operator, tensors, 2)
-        of_q, of_k, of_v, *learned = ways
-        moving = Tangents(of_q, of_k, of_v, tuple(learned))
+    def arguments_of(tensors: Any, by_name: Any) -> tuple[Operands, Any, Tangents, Any]:
+        operands, (operand_tangents, results), floats = _values(operator, tensors, 2)
+        q_tangent, k_tangent, v_tangent, *learned = operand_tangents
+        moving = Tangents(q_tangent, k_tangent, v_tangent, tuple(learned))
         return operands, tuple(results), moving, operator.options(by_name, floats)
 
     def kernel(*tensors: Any, **by_name: Any) -> Any:
-        operands, results, moving, options = of(tensors, by_name)
+        operands, results, moving, options = arguments_of(tensors, by_name)
         options = operator.numbers_in(options)
         return operator.compute_tangent(operands, results, moving, options)
 
     def kernel_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands, results, moving, options = of(tensors, by_name)
-        gradients, ways = OutputGradients(*results[:4]), ResultTangents(*results[4:])
+        operands, results, moving, options = arguments_of(tensors, by_name)
+        gradients, result_tangents = OutputGradients(*results[:4]), ResultTangents(*results[4:])
         options = operator.numbers_in(options)
-        return operator.compute_backward_tangent(operands, gradients, moving, ways, options)
+        return operator.compute_backward_tangent(
+            operands, gradients, moving, result_tangents, options
+        )
 
     def autograd_by(function: Any) -> Any:
         def autograd(*tensors: Any, **by_name: Any) -> Any:
-            (q, k, v, captured, rng), results, moving, options = of(tensors, by_name)
-            given = (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
+            (q, k, v, captured, rng), results, moving, options = arguments_of(tensors, by_name)
+            arguments = (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
             with _one_level():
-                return function(operator, options, *given)
+                return function(operator, options, *arguments)
 
         return autograd
 
     def fake(*tensors: Any, **by_name: Any) -> Any:
-        operands, _, _, options = of(tensors, by_name)
+        operands, _, _, options = arguments_of(tensors, by_name)
         check_traced(signature, operands, options.scalars)
         q = operands.q
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         return empty_rows(q, signature.head_dim_v), lse
 
     def fake_backward(*tensors: Any, **by_name: Any) -> Any:
-        operands = of(tensors, by_name)[0]
+        operands = arguments_of(tensors, by_name)[0]
         rows = (empty_rows(tensor, tensor.shape[3]) for tensor in operands[:3])
-        learned = operator.of_learned(operands.captured)
+        learned = operator.select_learned(operands.captured)
         return *fake(*tensors, **by_name), *rows, *(x.new_empty(x.shape) for x in learned)
 
     operators = (
@@ -268,37 +269,40 @@ def _map_over(
     """Registers the rule of torch.vmap of one of the operators of a spec.
 
     Args:
-        results: of the forward call, with their gradients and the tangents of these.
-        in_lists: whether these, and the tangents of the operands before them, are two lists.
+        results: the number of results of the forward call, with their gradients and the tangents of
+            both.
+        in_lists: whether the tangents of the operands and the results are two lists.
         gives_gradients: whether the operator returns gradients or their tangents.
     """
     count, tensors_end = len(operator.floats), len(operator.floats) + len(operator.tensors)
     operands = 3 + 3 * in_lists + results
-    # Results with batch entries: those of the forward call, then those of q, k and v.
+    # Results with batch entries: of the forward call, then of q, k and v.
     mapped = 2 + 3 * gives_gradients if in_lists else 3
 
     def flat(arguments: Any) -> tuple[Any, ...]:
-        found = _sorted(operator, arguments, 2 if in_lists else results)
+        values = _sorted(operator, arguments, 2 if in_lists else results)
         if not in_lists:
-            return found
-        q, k, v, ways, others, *rest = found
-        ways = (None,) * (3 + len(operator.learned)) if ways is None else ways
-        others = (None,) * results if others is None else others
-        return (q, k, v, *ways[:3], *others, *rest, *ways[3:])
+            return values
+        q, k, v, operand_tangents, result_values, *remaining = values
+        operand_tangents = (
+            (None,) * (3 + len(operator.learned)) if operand_tangents is None else operand_tangents
+        )
+        result_values = (None,) * results if result_values is None else result_values
+        return (q, k, v, *operand_tangents[:3], *result_values, *remaining, *operand_tangents[3:])
 
     def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
-        def call(*given: Any) -> Any:
-            rows: Any = given[3:operands]
-            own, rest = given[operands : operands + 3], given[operands + 3 :]
-            floats, captured = rest[:count], rest[count:tensors_end]
+        def call(*arguments: Any) -> Any:
+            rows: Any = arguments[3:operands]
+            numbers, remaining = arguments[operands : operands + 3], arguments[operands + 3 :]
+            floats, captured = remaining[:count], remaining[count:tensors_end]
             if in_lists:
-                rows = [*rows[:3], *rest[tensors_end:]], list(rows[3:])
-            return overload(*given[:3], *captured, *floats, *rows, *own, **by_name)
+                rows = [*rows[:3], *remaining[tensors_end:]], list(rows[3:])
+            return overload(*arguments[:3], *captured, *floats, *rows, *numbers, **by_name)
 
         learns = gives_gradients and any(_needed(operator, by_name))
-        dims, given = flat(in_dims), flat(tensors)
+        dims, values = flat(in_dims), flat(tensors)
         return map_call(
-            operator.signature, call, info.batch_size, dims, given, operands, learns, mapped
+            operator.signature, call, info.batch_size, dims, values, operands, learns, mapped
         )
 
     torch.library.register_vmap(overload, batched, lib=_library)
@@ -324,10 +328,10 @@ def _define(operator: Operator) -> None:
     name, signature = operator.name, operator.signature
     floats = [operator.arguments[index] for index in operator.floats]
     tensors = ("q", "k", "v", *operator.tensors, *floats)
-    operands = ", ".join(f"Tensor {each}" for each in tensors)
+    operands = ", ".join(f"Tensor {tensor}" for tensor in tensors)
     learned = [f"d_{tensor.name}" for tensor in signature.learned]
     # The gradient of a tensor "ef" is not named "def", which torch reads as a keyword.
-    gradients = ", ".join(f"Tensor {each}" for each in ("dq", "dk", "dv", *learned))
+    gradients = ", ".join(f"Tensor {result}" for result in ("dq", "dk", "dv", *learned))
     numbers = ", ".join(_SCHEMA[number] for number in operator.numbers) + "".join(
         f", {SCALAR_DTYPES[scalar.dtype].schema} {name}"
         for scalar, name in zip(signature.scalars, operator.arguments, strict=True)
@@ -336,8 +340,8 @@ def _define(operator: Operator) -> None:
     numbers_backward = numbers + (f", bool[]? {NEEDED}=None" if learned else "")
     optional = "Tensor? rng=None, Tensor? dropout_p=None, Tensor? scale=None"
     results = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None"
-    of_backward = f"{operands}, {results}, {optional}, *, {numbers_backward}"
-    count = of_backward.count(",")  # the star is no argument
+    arguments_backward = f"{operands}, {results}, {optional}, *, {numbers_backward}"
+    count = arguments_backward.count(",")  # the star is no argument
     if count > MOST_ARGUMENTS:
         raise SpecError(
             "a spec captures more tensors and scalars than an operator of torch can take",
@@ -350,11 +354,13 @@ def _define(operator: Operator) -> None:
     returned = "Tensor out, Tensor lse" + ", Tensor max_scores" * signature.returns_maxima
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _library.define(f"{name}({operands}, {optional}, *, {numbers}) -> ({returned})", tags=tags)
-    _library.define(f"{name}_backward({of_backward}) -> ({gradients})", tags=tags)
+    _library.define(f"{name}_backward({arguments_backward}) -> ({gradients})", tags=tags)
     moving = f"{operands}, Tensor?[] tangents, Tensor?[] results, {optional}, *, {numbers}"
-    of_results = "Tensor out_tangent, Tensor lse_tangent"
-    _library.define(f"{name}_tangent({moving}) -> ({of_results})", tags=tags)
-    _library.define(f"{name}_backward_tangent({moving}) -> ({of_results}, {gradients})", tags=tags)
+    result_tangents = "Tensor out_tangent, Tensor lse_tangent"
+    _library.define(f"{name}_tangent({moving}) -> ({result_tangents})", tags=tags)
+    _library.define(
+        f"{name}_backward_tangent({moving}) -> ({result_tangents}, {gradients})", tags=tags
+    )
 
 
 def _values(
@@ -363,17 +369,17 @@ def _values(
     """The operands, the results with their gradients and the floats from positional arguments.
 
     Args:
-        results: 4 in the backward operator; with 0, the second value has nothing. 2 in those of
-            tangent passes, with the two lists as they are given.
+        results: 4 in the backward operator; with 0, the second value has nothing. 2 in the
+            operators of tangent passes, whose two lists are returned as they are.
     """
-    q, k, v, *rest = _sorted(operator, tensors, results)
-    gradients, (rng, *rest) = rest[:results], rest[results:]
+    q, k, v, *values = _sorted(operator, tensors, results)
+    gradients, (rng, *values) = values[:results], values[results:]
     count = len(FLOATS) + len(operator.floats)
-    operands = Operands(q, k, v, tuple(rest[count:]), rng)
-    own: Any = gradients
+    operands = Operands(q, k, v, tuple(values[count:]), rng)
+    output_gradients: Any = gradients
     if results != 2:
-        own = OutputGradients._make(gradients or (None,) * 4)
-    return operands, own, tuple(rest[:count])
+        output_gradients = OutputGradients._make(gradients or (None,) * 4)
+    return operands, output_gradients, tuple(values[:count])
 
 
 def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tuple[Any, ...]:

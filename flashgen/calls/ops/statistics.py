@@ -73,37 +73,39 @@ def call_with_statistics(
     """
     request = _checked(op, request)
     softmax = op.signature.normalize == "softmax"
-    found: dict[str, Any] = {}
+    statistics: dict[str, Any] = {}
     q, k, v, _, rng = operands
-    given = dict(zip(_OPTIONS, (*options[:7], options.dropout_p), strict=True)) | part
-    given["batch_invariant"] = options.split_size == INVARIANT
-    if given["batch_invariant"]:
-        given["split_size"] = None
+    call_options = dict(zip(_OPTIONS, (*options[:7], options.dropout_p), strict=True)) | part
+    call_options["batch_invariant"] = options.split_size == INVARIANT
+    if call_options["batch_invariant"]:
+        call_options["split_size"] = None
     out: Any
     # Kernels of other weights have no maximum of scores, and the rules of DTensors no third result.
     if request.max_scores and softmax and not is_dtensor(q):
-        out, lse, found["max_scores"] = op.with_maxima(q, k, v, rng=rng, **given, **captures)
+        out, lse, statistics["max_scores"] = op.with_maxima(
+            q, k, v, rng=rng, **call_options, **captures
+        )
         request = request._replace(max_scores=False)
     elif softmax:
-        out, lse = op(q, k, v, rng=rng, return_lse=True, **given, **captures)
+        out, lse = op(q, k, v, rng=rng, return_lse=True, **call_options, **captures)
     else:
-        out, lse = op(q, k, v, rng=rng, **given, **captures), None
+        out, lse = op(q, k, v, rng=rng, **call_options, **captures), None
     if request.lse:
-        found["lse"] = lse
+        statistics["lse"] = lse
     if any(request[1:]) or op.own_statistics:
         passes = Passes(op, operands, options, captures, lse, **part)
         if request.max_scores:
-            found["max_scores"] = passes.statistic("max_scores")
+            statistics["max_scores"] = passes.statistic("max_scores")
         if request.entropy:
-            found["entropy"] = passes.with_gradients(passes.statistic("entropy"))
+            statistics["entropy"] = passes.with_gradients(passes.statistic("entropy"))
         if request.key_mass:
-            found["key_mass"] = passes.statistic("key_mass", over="queries")
+            statistics["key_mass"] = passes.statistic("key_mass", over="queries")
         if request.block_mass:
-            found["block_mass"] = passes.block_mass(request.block_mass)
-        found["statistics"] = {
+            statistics["block_mass"] = passes.block_mass(request.block_mass)
+        statistics["statistics"] = {
             name: passes.statistic(f".{name}", over) for name, over in op.own_statistics
         }
-    return out, AuxOutput(**found)
+    return out, AuxOutput(**statistics)
 
 
 _OPTIONS = (
@@ -122,9 +124,9 @@ def _checked(op: Attention, request: Any) -> AuxRequest:
             "return_aux=fg.AuxRequest(lse=True)",
         )
     values = {x: getattr(request, x, None) for x in AuxRequest._fields}
-    asks = values["block_mass"] is not None
-    block = whole_number(values["block_mass"]) if asks else None
-    if (asks and (block is None or not 1 <= block <= POSITION_LIMIT)) or any(
+    asks_block_mass = values["block_mass"] is not None
+    block = whole_number(values["block_mass"]) if asks_block_mass else None
+    if (asks_block_mass and (block is None or not 1 <= block <= POSITION_LIMIT)) or any(
         not isinstance(value, bool | None) for name, value in values.items() if name != "block_mass"
     ):
         refuse(
@@ -133,18 +135,18 @@ def _checked(op: Attention, request: Any) -> AuxRequest:
             f"given {request!r:.200}; a block has from 1 to {POSITION_LIMIT:,} keys",
             "return_aux=fg.AuxRequest(entropy=True, block_mass=64)",
         )
-    truths = {name: bool(value) for name, value in values.items() if name != "block_mass"}
-    asked = AuxRequest(**truths, block_mass=block)
-    if op.is_exported and asked != AuxRequest(lse=True):
+    flags = {name: bool(value) for name, value in values.items() if name != "block_mass"}
+    checked_request = AuxRequest(**flags, block_mass=block)
+    if op.is_exported and checked_request != AuxRequest(lse=True):
         refuse_exported_statistics()
-    if op.signature.normalize != "softmax" and (asked.lse or asked.entropy):
+    if op.signature.normalize != "softmax" and (checked_request.lse or checked_request.entropy):
         refuse(
             "weights that are no exponentials have no log-sum-exp and no entropy",
             "argument return_aux",
             f"given {request!r:.200}; the spec has a weight_mod or another divisor",
             "max_scores, key_mass, block_mass, or fg.sum_over_keys(...) of the weights",
         )
-    return asked
+    return checked_request
 
 
 class Passes:
@@ -169,7 +171,7 @@ class Passes:
         autocast = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
         q_offset = 0 if options.q_offset is None else options.q_offset
         options = options._replace(q_offset=q_offset, dropout_p=0.0)
-        operator, operands, options = Call.of(
+        operator, operands, options = Call.from_arguments(
             op.variant_of(), variant, operands, options, captures, autocast=autocast, **part
         )
         self._operands, self._options = operands, options
@@ -213,23 +215,23 @@ class Passes:
             return self._call(operator, q.detach(), k.detach(), v, captured, options)[1]
 
     def with_gradients(self, entropy: Tensor) -> Tensor:
-        """The entropy, whose gradients are those of the output of another call."""
+        """The entropy, whose gradients are the gradients of the output of another call."""
         if self._op.signature.paged or not self._is_differentiated():
             return entropy
         # In P (log P + H - mass), whose derivative is that of H where LSE and H are constant, the
         # scores of a row have less in common than in P log P.
-        mass = of_sink = torch.ones_like(entropy)
+        mass = sink_summand = torch.ones_like(entropy)
         if self._signature.sink is not None:
             share = self._weights_of_sink(self._signature.sink)
             mass = 1 - share.detach()
-            of_sink = share * (mass - entropy)
+            sink_summand = share * (mass - entropy)
         operator = self._op.statistic_operator("entropy_slope", self._fields)
         q, k, *_ = self._operands
         captured = self._captured | {ROWS[1]: entropy - mass}
         first = torch.arange(_COLUMNS, device=k.device) == 0
         v = _on_all_ranks(first.to(k.dtype), k).expand(*k.shape[:3], _COLUMNS)
         slopes = self._call(operator, q, k, v, captured, self._options._replace(split_size=0))[0]
-        carrier = slopes[..., 0].float() + of_sink  # finite
+        carrier = slopes[..., 0].float() + sink_summand  # finite
         return entropy + (carrier - carrier.detach())
 
     def _is_differentiated(self) -> bool:
@@ -264,29 +266,29 @@ class Passes:
                 f"block_mass {block}; pages lie anywhere in the cache",
                 "contiguous keys, in a batch entry for each sequence or with packed=True",
             )
-        place = torch.arange(k.shape[2], device=k.device)
+        positions = torch.arange(k.shape[2], device=k.device)
         if BOUNDARIES[1] in self._captured:
             ends = self._captured[BOUNDARIES[1]]
-            sequence = torch.searchsorted(ends[1:].contiguous(), place, right=True)
-            place = place - ends[sequence.clamp(max=len(ends) - 2)]
-        blocks, found, first = -(-k.shape[2] // block), [], 0
+            sequence = torch.searchsorted(ends[1:].contiguous(), positions, right=True)
+            positions = positions - ends[sequence.clamp(max=len(ends) - 2)]
+        blocks, masses, first = -(-k.shape[2] // block), [], 0
         while first < blocks:
             columns = _COLUMNS
             # A symbol for the length stays one: the program is that of all lengths within a bound.
             while columns < MOST_COLUMNS and not is_constant(blocks - first <= columns):
                 columns *= 2
-            own = torch.arange(first, first + columns, device=k.device)
-            live = (place[:, None] // block == own).to(k.dtype)
+            block_numbers = torch.arange(first, first + columns, device=k.device)
+            live = (positions[:, None] // block == block_numbers).to(k.dtype)
             v = _on_all_ranks(live, k).expand(*k.shape[:3], columns)
             operator = self._op.statistic_operator("block_mass", self._fields, columns)
             options = self._options._replace(split_size=0)
             with torch.no_grad():
                 out = self._call(operator, q.detach(), k.detach(), v, self._captured, options)[0]
-            found.append(out[..., : blocks - first])
+            masses.append(out[..., : blocks - first])
             first += MOST_COLUMNS
-        if not found:
+        if not masses:
             return q.new_zeros(*q.shape[:3], 0, dtype=torch.float32)
-        return torch.cat(found, -1) if len(found) > 1 else found[0]
+        return torch.cat(masses, -1) if len(masses) > 1 else masses[0]
 
     def _call(
         self,
@@ -320,14 +322,14 @@ def _on_all_ranks(value: Tensor, beside: Tensor) -> Tensor:
 
 def _exchanged(captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The captured tensors of the transposed problem, in which keys and queries change places."""
-    found = dict(captured)
-    for one, other in (BOUNDARIES, OFFSETS):
-        for name, own in ((one, other), (other, one)):
-            found.pop(own, None)
+    exchanged = dict(captured)
+    for q_name, k_name in (BOUNDARIES, OFFSETS):
+        for name, exchanged_name in ((q_name, k_name), (k_name, q_name)):
+            exchanged.pop(exchanged_name, None)
             if name in captured:
-                found[own] = captured[name]
+                exchanged[exchanged_name] = captured[name]
     if LAYOUT_NAMES[0] in captured:
         live, *lists = (captured[name] for name in LAYOUT_NAMES)
         turned = live.transpose(2, 3), *lists[2:], *lists[:2]
-        found |= dict(zip(LAYOUT_NAMES, turned, strict=True))
-    return found
+        exchanged |= dict(zip(LAYOUT_NAMES, turned, strict=True))
+    return exchanged

@@ -38,8 +38,8 @@ def map_call(
         operands: 3 for q, k, v; 7 in the backward pass, with out, lse, dout and dlse; more in
             tangent passes.
         learns: whether gradients of captured tensors are needed.
-        mapped_results: the results that have batch entries; the others are those of captured
-            tensors.
+        mapped_results: the number of results that have batch entries; the others belong to
+            captured tensors.
 
     Returns:
         The results with the mapped dimension first, and its index, 0, for each.
@@ -49,18 +49,20 @@ def map_call(
         for value, dim in zip(arguments, dims, strict=True)
     ]
     is_mapped = [dim is not None for dim in dims]
-    dropout_p, others = arguments[operands + 1], arguments[operands + 2 :]
+    dropout_p, numbers_and_captured = arguments[operands + 1], arguments[operands + 2 :]
     drops = isinstance(dropout_p, Tensor) or bool(dropout_p)
-    own = any(is_mapped[operands + 2 :]) or any("batch" in t.dims for t in signature.tensors)
+    reads_samples = any(is_mapped[operands + 2 :]) or any(
+        "batch" in t.dims for t in signature.tensors
+    )
     sparse = signature.block_sparse
-    own |= signature.packed or (sparse is not None and sparse.by_head)
+    reads_samples |= signature.packed or (sparse is not None and sparse.by_head)
     pairs = tuple(zip(first, is_mapped, strict=True))
     if size == 0:
         # The shapes of a sample's results, with a mapped dimension of length 0.
         sample = (value.new_zeros(value.shape[1:]) if mapped else value for value, mapped in pairs)
         results = tuple(part[None][:0] for part in call(*sample))
         return results, (0,) * len(results)
-    if drops or signature.reads_batch or own or learns:
+    if drops or signature.reads_batch or reads_samples or learns:
         samples = [
             call(*(value[i] if mapped else value for value, mapped in pairs)) for i in range(size)
         ]
@@ -73,7 +75,7 @@ def map_call(
         for value, mapped in zip(first[:operands], is_mapped, strict=False)
     ]
     batch = int(first[0].shape[1 if is_mapped[0] else 0])  # batch entries of one sample
-    parts = call(*folded, None, None, *others)
+    parts = call(*folded, None, None, *numbers_and_captured)
     results = tuple(
         part.reshape(size, batch, *part.shape[1:])
         if index < mapped_results

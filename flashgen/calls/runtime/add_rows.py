@@ -1,4 +1,4 @@
-"""Rows that are added to those of float32 sums in a fixed order, by a kernel."""
+"""A kernel that adds rows to the rows of float32 sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ class Order(NamedTuple):
     """Which blocks of rows are added to each block of sums.
 
     Attributes:
-        blocks: int64 [blocks of rows], those of the first block of sums, then those of the next.
-        starts: int64 [blocks of sums + 1], where the rows of each begin in ``blocks``.
+        blocks: int64 [blocks of rows], the blocks for the first block of sums, then for the next.
+        starts: int64 [blocks of sums + 1], the index in ``blocks`` where each block of sums begins.
     """
 
     blocks: Tensor
     starts: Tensor
 
     @staticmethod
-    def of(places: Tensor, sums: int) -> Order:
+    def by_sums(blocks_of_sums: Tensor, sums: int) -> Order:
         """The blocks of rows in ascending order for each block of sums.
 
         Args:
-            places: int64 [blocks of rows], the block of sums of each; ``sums`` for none.
+            blocks_of_sums: int64 [blocks of rows], the block of sums of each; ``sums`` for none.
             sums: the number of blocks of sums.
         """
-        ordered, blocks = places.sort(stable=True)
+        ordered, blocks = blocks_of_sums.sort(stable=True)
         return Order(
-            blocks, torch.searchsorted(ordered, torch.arange(sums + 1, device=places.device))
+            blocks,
+            torch.searchsorted(ordered, torch.arange(sums + 1, device=blocks_of_sums.device)),
         )
 
 

@@ -89,7 +89,7 @@ def prepare(operands: AppendOperands, backend: str | None, arch: str | None) -> 
         target = target_of(backend, arch, operands.k.device)
         kernel = target.backend != "tiled" and not operands.is_empty
         prepared = PreparedAppend(target, _bound(operands, target.arch) if kernel else None)
-        if target.settled and key is not None:
+        if target.is_final and key is not None:
             if len(_prepared) >= _MOST_PREPARED:
                 _prepared.clear()
             _prepared[key] = prepared
@@ -112,7 +112,7 @@ def scales_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         rows: [..., head dim].
-        dtype: that of the codes.
+        dtype: the dtype of the codes.
     """
     largest = rows.float().abs().amax(-1) / CACHE_DTYPES[dtype_name(dtype)].most
     return largest.masked_fill(largest.isnan(), math.nan)
@@ -186,17 +186,17 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
     if operands.quantises:
         names = dtype_name(k.dtype), dtype_name(k_cache.dtype)
         build = build_append_codes(*names, operands.write_scales, is_aligned(operands), arch)
-        unit, of_vector, lines = 1, HEAD_DIM_STEP, 2 * lines
+        unit, elements_of_vector, lines = 1, HEAD_DIM_STEP, 2 * lines
         for name, cache in zip(SCALE_NAMES, (k_cache, v_cache), strict=True):
             scale = strided[name]
             assert scale is not None, "rows that become codes have scales"
             strided[name] = expanded_scale(scale, cache)
-        lane_bits = lane_bits_of_append(max(k.shape[3], v.shape[3]) // of_vector)
+        lane_bits = lane_bits_of_append(max(k.shape[3], v.shape[3]) // elements_of_vector)
     else:
         width = access_bytes(operands)
         build = build_append_kv(width, arch)
-        unit = of_vector = width // k.element_size()
-        lane_bits = lane_bits_of_append((k.shape[3] + columns_v) // of_vector)
+        unit = elements_of_vector = width // k.element_size()
+        lane_bits = lane_bits_of_append((k.shape[3] + columns_v) // elements_of_vector)
     numbers: dict[str, int] = {}
     for name in (*operands._fields[:4], *SCALE_NAMES):
         tensor = strided[name]
@@ -217,8 +217,8 @@ def _bound(operands: AppendOperands, arch: str) -> BoundKernel:
         "pages": pages,
         "page_size": page_size,
         "max_pages": 0 if table is None else table.shape[1],
-        "vectors_k": k.shape[3] // of_vector,
-        "vectors_v": columns_v // of_vector,
+        "vectors_k": k.shape[3] // elements_of_vector,
+        "vectors_v": columns_v // elements_of_vector,
         "lane_bits": lane_bits,
     }
     blocks = -(-lines // (build.plan.threads >> lane_bits))
@@ -231,16 +231,16 @@ def _on_cpu(operands: AppendOperands, slots: Tensor) -> None:
     page = operands.k_cache.shape[2]
     written = slots >= 0
     slots = slots[written]
-    place = slots // page, slice(None), slots % page
-    of_keys = operands.k, operands.k_cache, operands.k_scale
-    of_values = operands.v, operands.v_cache, operands.v_scale
-    for new, cache, scale in (of_keys, of_values)[: 1 if operands.writes_columns else 2]:
+    slot_indices = slots // page, slice(None), slots % page
+    key_tensors = operands.k, operands.k_cache, operands.k_scale
+    value_tensors = operands.v, operands.v_cache, operands.v_scale
+    for new, cache, scale in (key_tensors, value_tensors)[: 1 if operands.writes_columns else 2]:
         rows = new.transpose(1, 2).flatten(0, 1)  # [tokens, heads, head dim]
         rows = rows[written]
         if scale is not None:
             if operands.write_scales:
-                scale[place] = scales_of(rows, cache.dtype)
-            rows = quantised(rows, expanded_scale(scale, cache)[place], cache.dtype)
+                scale[slot_indices] = scales_of(rows, cache.dtype)
+            rows = quantised(rows, expanded_scale(scale, cache)[slot_indices], cache.dtype)
         if rows.dtype.itemsize == 1:  # torch indexes no 8-bit floats on the CPU, but their bytes
             rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
-        cache[place] = rows
+        cache[slot_indices] = rows

@@ -32,9 +32,9 @@ class Target:
         index: the number of the GPU; 0 where there is none.
         arch_reason: why this architecture.
         order_seed: from which the emulator draws its order, as the backend names it.
-        settled: whether later calls with the same arguments have the same target.
+        is_final: whether later calls with the same arguments have the same target.
         open_path: whether each pass may take another code path of the GPU: the caller named none.
-        recorder: what takes the launches instead: a `flashgen.calls.native.record.Recorder`.
+        recorder: the `flashgen.calls.native.record.Recorder` that takes the launches instead.
     """
 
     backend: str
@@ -42,7 +42,7 @@ class Target:
     device: torch.device
     index: int
     arch_reason: str = ""
-    settled: bool = True
+    is_final: bool = True
     order_seed: int | None = None
     recorder: Any = None
     open_path: bool = False
@@ -76,26 +76,26 @@ def target_of(backend: str | None, arch: str | None, device: torch.device) -> Ta
     """
     chosen = choose(backend, device)
     index = index_of(device) if chosen == "gpu" else 0
-    found = arch_of(arch, chosen, device)
+    decision = arch_of(arch, chosen, device)
     order = order_of(backend)
     open_path = chosen == "gpu" and arch is None and config.arch() is None
-    how = found.why, found.settled, order
-    return Target(chosen, found.arch, device, index, *how, open_path=open_path)
+    reasons = decision.why, decision.is_final, order
+    return Target(chosen, decision.arch, device, index, *reasons, open_path=open_path)
 
 
-def choose(given: str | None, device: torch.device) -> str:
+def choose(backend: str | None, device: torch.device) -> str:
     """The backend: the argument, else FLASHGEN_BACKEND, else the default of the device's type.
 
     Raises:
         InputError: there is no such backend, or it does not accept tensors of this device.
     """
-    source, name = "argument backend", given
+    source, name = "argument backend", backend
     if name is None:
         source, name = "environment, FLASHGEN_BACKEND", config.backend()
     if name is None:
         return DEFAULTS[device.type]
-    found = config.split_backend(name)
-    if found is None:
+    name_and_seed = config.split_backend(name)
+    if name_and_seed is None:
         refuse(
             "there is no such backend",
             source,
@@ -103,7 +103,7 @@ def choose(given: str | None, device: torch.device) -> str:
             "a number from which the emulator draws its order",
             "backend=None: CUDA tensors run on their GPU, CPU tensors by tiled algorithms",
         )
-    name, _ = found
+    name, _ = name_and_seed
     takes = TAKES[name]
     if device.type != takes:
         refuse(
@@ -115,13 +115,13 @@ def choose(given: str | None, device: torch.device) -> str:
     return name
 
 
-def order_of(given: str | None) -> int | None:
+def order_of(backend: str | None) -> int | None:
     """The order_seed in the name of a backend that `choose` accepts, or in FLASHGEN_BACKEND."""
-    named = config.split_backend(config.backend() if given is None else given)
+    named = config.split_backend(config.backend() if backend is None else backend)
     return named[1] if named else None
 
 
-def arch_of(given: str | None, backend: str, device: torch.device) -> Decision:
+def arch_of(arch: str | None, backend: str, device: torch.device) -> Decision:
     """The architecture: the argument, else FLASHGEN_ARCH, else that of the code path that the GPU
     takes (`flashgen.calls.trust`), else `DEFAULT_ARCH`.
 
@@ -130,15 +130,15 @@ def arch_of(given: str | None, backend: str, device: torch.device) -> Decision:
         PlanError: the generation of the GPU is not supported.
         LaunchError: no code path of the GPU passes its trial.
     """
-    if given is not None:
-        if not isinstance(given, str):
+    if arch is not None:
+        if not isinstance(arch, str):
             refuse(
                 "arch is not the name of an architecture",
                 "argument arch",
-                f"given {given!r}",
-                f"one of {', '.join(archs.known())}, or None",
+                f"given {arch!r}",
+                f"one of {', '.join(archs.known_archs())}, or None",
             )
-        return Decision(given, "argument arch")
+        return Decision(arch, "argument arch")
     name = config.arch()
     if name is not None:
         return Decision(name, "FLASHGEN_ARCH")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashgen.calls.runtime import forward, learned_gradients, memory_layout
-from flashgen.calls.runtime.arguments.options import settled
+from flashgen.calls.runtime.arguments.options import is_deterministic
 from flashgen.calls.runtime.arguments.tensors import check_gradients
 from flashgen.calls.runtime.bind_arguments import (
     NO_NUMBERS,
@@ -37,7 +37,7 @@ from flashgen.calls.runtime.prepared_call import (
     DerivativeOutcome,
     PreparedCall,
     Setup,
-    places_of,
+    columns_of_parts,
     without_autocast,
 )
 from flashgen.calls.runtime.programs import CallProgram
@@ -85,7 +85,7 @@ class PreparedBackward(PreparedCall):
             inputs: the tensors q, k, v, o and do.
             invariant: whether the call is batch-invariant: tuned tiles depend on its sizes.
             alone: "queries" where only the gradient of q is computed, and k and v may be caches;
-                "keys" where only those of k and v are.
+                "keys" where only the gradients of k and v are computed.
         """
         super().__init__(setup)
         self.deterministic = deterministic
@@ -113,7 +113,7 @@ class PreparedBackward(PreparedCall):
     ) -> tuple[tuple[Tensor, ...], DerivativeOutcome]:
         """Returns dq, dk, dv and the needed gradients of learned tensors, and a record.
 
-        Without those of the others where some are computed alone.
+        Where gradients are computed alone, the others are left out.
         """
         operands, by_name = self._read(operands)
         q, k, v, _, rng = operands
@@ -122,15 +122,18 @@ class PreparedBackward(PreparedCall):
         gradients = OutputGradients(out.resolve_neg(), lse, dout.resolve_neg(), dlse)
         if self.target.backend == "tiled" and not self.call.is_empty:
             return self._on_cpu(operands, gradients, by_name)
-        of = dict(zip(_GRADIENTS[""], (q, k, v), strict=True))
-        made = {name: empty_rows(of[name], of[name].shape[3]) for name in _GRADIENTS[self._alone]}
+        operand_of = dict(zip(_GRADIENTS[""], (q, k, v), strict=True))
+        gradient_buffers = {
+            name: empty_rows(operand_of[name], operand_of[name].shape[3])
+            for name in _GRADIENTS[self._alone]
+        }
         if self.signature.packed:  # kernels do not write rows outside all sequences
-            for gradient in made.values():
+            for gradient in gradient_buffers.values():
                 gradient.zero_()
         sums = (ExactSums if self.deterministic else FloatSums)(self.signature, by_name)
         if self.call.is_empty:
             learned_gradients.add_sink_without_keys(self.signature, sums, by_name, dlse, self.call)
-            zeros = (gradient.zero_() for gradient in made.values())
+            zeros = (gradient.zero_() for gradient in gradient_buffers.values())
             return (*zeros, *sums.gradients()), DerivativeOutcome(self, EMPTY)
         read = _inputs(operands, gradients)
         copies = self._copy_unaligned(read)
@@ -140,16 +143,16 @@ class PreparedBackward(PreparedCall):
             "dlse": None if dlse is None else dlse.contiguous(),
             "rows": q.new_empty((*q.shape[:3], 2), dtype=torch.float32),
             "rng": rng,
-            **made,
+            **gradient_buffers,
         }
         if self.signature.paged:
             tensors |= {"k_cache": read["k"], "v_cache": read["v"]}
         tensors |= pointers_of(by_name)
         tensors |= sums.pointers
-        found = self._bound.get(copied := tuple(copies))
-        if found is None:
-            found = self._bound[copied] = self._bind(tensors, by_name)
-        bound, tables = found
+        bound_and_tables = self._bound.get(copied := tuple(copies))
+        if bound_and_tables is None:
+            bound_and_tables = self._bound[copied] = self._bind(tensors, by_name)
+        bound, tables = bound_and_tables
         tensors["dq_sum"] = None
         tensors |= {
             name: q.new_empty(elements, dtype=torch.float32)
@@ -158,8 +161,8 @@ class PreparedBackward(PreparedCall):
         for kernel in bound:
             if SINK_SUMS in kernel.arguments.pointers:
                 tensors[SINK_SUMS] = learned_gradients.sink_sums_for(kernel, q)
-        made_tables, launches = tables.run(self.target, by_name, self.launch)
-        tensors |= made_tables
+        table_tensors, launches = tables.run(self.target, by_name, self.launch)
+        tensors |= table_tensors
         for kernel in bound:
             for turn in range(kernel.build.facts.launches):
                 if turn > 0 and isinstance(sums, ExactSums):
@@ -178,7 +181,7 @@ class PreparedBackward(PreparedCall):
         record = DerivativeOutcome(
             self, self._reason, tuple(launches), tuple(copies.values()), built
         )
-        return (*made.values(), *sums.gradients()), record
+        return (*gradient_buffers.values(), *sums.gradients()), record
 
     def _copy_unaligned(self, read: Inputs) -> dict[str, str]:
         """Copies inputs that kernels cannot read, in place in ``read``; the reason of each copy."""
@@ -238,21 +241,25 @@ class PreparedBackward(PreparedCall):
         q, k, v, _, rng = operands
         with without_autocast():
             if self.signature.paged:
-                found = self._of_contiguous(operands, gradients, captured)
+                input_gradients = self._from_contiguous(operands, gradients, captured)
             else:
                 tiles = self._tiles(q, k, captured, rng, backward=True)
-                found = cpu.backward(self.spec, q, k, v, gradients, *tiles)
-            made = dict(
-                zip(_GRADIENTS[""], map(in_memory_order_of, (q, k, v), found), strict=False)
+                input_gradients = cpu.backward(self.spec, q, k, v, gradients, *tiles)
+            by_gradient = dict(
+                zip(
+                    _GRADIENTS[""],
+                    map(in_memory_order_of, (q, k, v), input_gradients),
+                    strict=False,
+                )
             )
             results = (
-                *(made[name] for name in _GRADIENTS[self._alone]),
-                *(gradient.contiguous() for gradient in found[3:]),
+                *(by_gradient[name] for name in _GRADIENTS[self._alone]),
+                *(gradient.contiguous() for gradient in input_gradients[3:]),
             )
         run = KernelRun(None, None, time.perf_counter() - start)
         return results, DerivativeOutcome(self, CPU_REASON, (run,))
 
-    def _of_contiguous(
+    def _from_contiguous(
         self, operands: Operands, gradients: OutputGradients, captured: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """The gradient of q in a call with a paged cache, from copies of its keys and values."""
@@ -267,17 +274,17 @@ class PreparedBackward(PreparedCall):
             gradients = OutputGradients(out, lse, dout, dlse)
         tiles = self._tile_arguments(copied.tensors, rng, backward=True)
         dq, *_ = cpu.backward(contiguous(self.spec), *copied[:3], gradients, tiles)
-        return (copied.of_queries(dq, q),)
+        return (copied.like_queries(dq, q),)
 
 
 class ChosenBackward(ChosenPass):
-    """A backward call, of which gradients and record are those of `PreparedBackward`."""
+    """A backward call with lists, whose gradients and record are as in `PreparedBackward`."""
 
-    def __init__(self, setup: Setup, operands: Operands, *rest: Any) -> None:
-        super().__init__(setup, operands, *rest)
+    def __init__(self, setup: Setup, operands: Operands, *arguments: Any) -> None:
+        super().__init__(setup, operands, *arguments)
         self.deterministic = True  # sums are in the order of the lists
-        others = [x for x in self.signature.learned if x != self.signature.sink]
-        if setup.target.backend != "tiled" and not (setup.call.is_empty or others):
+        learned_by_mods = [x for x in self.signature.learned if x != self.signature.sink]
+        if setup.target.backend != "tiled" and not (setup.call.is_empty or learned_by_mods):
             self._chosen = ChosenCall(setup, operands, self._options)
 
     def run(self, operands: Operands, gradients: OutputGradients) -> Any:
@@ -285,16 +292,18 @@ class ChosenBackward(ChosenPass):
             return super().run(operands, gradients)
         self._named(operands.captured, operands.k)
         passes = forward.prepare, prepare_queries, functools.partial(prepare, alone="keys")
-        results, record, of_keys = self._chosen.backward(operands, gradients, self.target, *passes)
+        results, record, key_records = self._chosen.backward(
+            operands, gradients, self.target, *passes
+        )
         launches = [*record.launches]
-        for of_values, of_rows, added in of_keys:
-            launches += [*map(_run_of, of_values), *of_rows.launches, *added]
+        for forward_records, backward_record, added in key_records:
+            launches += [*map(_run_of, forward_records), *backward_record.launches, *added]
         return results, record._replace(launches=tuple(launches))
 
 
-def _run_of(done: tuple[Any, ...]) -> KernelRun:
+def _run_of(outcome: tuple[Any, ...]) -> KernelRun:
     """The launch of a forward call, from the record of its run."""
-    record = forward.ForwardOutcome(*done)
+    record = forward.ForwardOutcome(*outcome)
     build = None if record.kernel is None else record.kernel.bound.build
     return KernelRun(build, record.counters, record.run_seconds)
 
@@ -329,21 +338,30 @@ class BackwardInParts(PreparedBackward):
         dv = [empty_rows(operands.v, self.call.head_dim_v)] if "dv" in names else []
         sums: list[Tensor] = []
         records: list[DerivativeOutcome] = []
-        for part, at in zip(self._parts, places_of(self._parts), strict=True):
-            given = operands._replace(v=operands.v[..., at]), of_columns(gradients, at)
-            (*found,), record = part.run(*given)
+        for part, columns in zip(self._parts, columns_of_parts(self._parts), strict=True):
+            part_arguments = (
+                operands._replace(v=operands.v[..., columns]),
+                columns_of_outputs(gradients, columns),
+            )
+            (*part_gradients,), record = part.run(*part_arguments)
             records.append(record)
-            for of_columns_of_v in dv:
-                of_columns_of_v[..., at] = found.pop(len(names) - 1)
-            sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else found
+            for dv_buffer in dv:
+                dv_buffer[..., columns] = part_gradients.pop(len(names) - 1)
+            sums = (
+                [a.add_(b) for a, b in zip(sums, part_gradients, strict=True)]
+                if sums
+                else part_gradients
+            )
         before = len(names) - len(dv)
-        return (*sums[:before], *dv, *sums[before:]), DerivativeOutcome.of_parts(records)
+        return (*sums[:before], *dv, *sums[before:]), DerivativeOutcome.from_parts(records)
 
 
-def of_columns(gradients: OutputGradients, at: slice) -> OutputGradients:
+def columns_of_outputs(gradients: OutputGradients, columns: slice) -> OutputGradients:
     """The gradients of some columns of the output; that of LSE belongs to the first of them."""
     out, lse, dout, dlse = gradients
-    return OutputGradients(out[..., at], lse, dout[..., at], dlse if at.start == 0 else None)
+    return OutputGradients(
+        out[..., columns], lse, dout[..., columns], dlse if columns.start == 0 else None
+    )
 
 
 def _inputs(operands: Operands, gradients: OutputGradients) -> Inputs:
@@ -373,11 +391,11 @@ def prepare(
         SpecError: the spec has no backward pass.
         PlanError: the generation of the GPU is not supported.
     """
-    setup = Setup.of(spec, operands, options, launch, alone=alone)
+    setup = Setup.for_call(spec, operands, options, launch, alone=alone)
     program = setup.program
     signature = program.signature
     check_gradients(operands.q, operands.v, gradients)
-    deterministic = bool(alone) or settled(options.deterministic)
+    deterministic = bool(alone) or is_deterministic(options.deterministic)
     if alone:
         program = program.learning(frozenset())
     elif not all(needed):
@@ -387,24 +405,24 @@ def prepare(
     if signature.choice is not None:
         return ChosenBackward(setup, operands, options, prepare)
     invariant = options.split_size == INVARIANT
-    how: Any = {"deterministic": deterministic, "invariant": invariant, "alone": alone}
+    pass_options: Any = {"deterministic": deterministic, "invariant": invariant, "alone": alone}
     inputs = _inputs(operands, gradients)
     which = alone or ("deterministic" if deterministic else "backward")
     parts = [
         prepare(
             part,
-            operands._replace(v=operands.v[..., at]),
-            of_columns(gradients, at),
+            operands._replace(v=operands.v[..., columns]),
+            columns_of_outputs(gradients, columns),
             options,
             launch,
             needed,
             alone=alone,
         )
-        for part, at in setup.parts(spec, which)
+        for part, columns in setup.parts(spec, which)
     ]
     if parts:
-        return BackwardInParts(setup, inputs, parts=parts, **how)
-    return PreparedBackward(setup, inputs, **how)
+        return BackwardInParts(setup, inputs, parts=parts, **pass_options)
+    return PreparedBackward(setup, inputs, **pass_options)
 
 
 def prepare_queries(

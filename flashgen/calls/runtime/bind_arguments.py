@@ -66,8 +66,8 @@ def bind(
     part_heads = part_heads or max(1, call.group)
     parts = max(1, -(-call.group // part_heads))
     bits = facts.head_bits(*call.sizes[1:], part_heads) if "head_bits" in names else 0
-    own = {"head_bits": bits, "part_heads": part_heads, "parts": parts}
-    numbers = {**numbers_of(call, tensors, captured), **numbers, **own}
+    part_numbers = {"head_bits": bits, "part_heads": part_heads, "parts": parts}
+    numbers = {**numbers_of(call, tensors, captured), **numbers, **part_numbers}
     if facts.kernel == "convert_dv":  # dV has no scale but that of dropout
         numbers["scale"] = numbers["dropout_scale"]
     boxes: Mapping[str, int] = NO_BOXES
@@ -98,13 +98,13 @@ def bind(
             way_out="no blocks (one per tile); or arch='sm_90a' and 16-bit operands",
         )
     maps = maps_of(facts, tensors, packed=packed, boxes_of=boxes)
-    rest = None
+    bound = None
     for first_head, first_batch, part in reversed(list(_parts(grid))):
         firsts = {"first_head_group": first_head, "first_batch": first_batch}
         arguments = KernelArguments(params, numbers | firsts, maps)
-        rest = BoundKernel(build, arguments, part, chosen, rest)
-    assert rest is not None, "a grid has blocks"
-    return rest
+        bound = BoundKernel(build, arguments, part, chosen, bound)
+    assert bound is not None, "a grid has blocks"
+    return bound
 
 
 def numbers_of_pages(k: torch.Tensor) -> dict[str, int]:
@@ -137,8 +137,10 @@ def ranges_of(call: CheckedCall, signature: CallSignature) -> CallRanges:
     """
     offsets = {"q_offset": call.q_offset, "k_offset": call.k_offset}
     data = ("q_offset", *signature.offsets) if signature.paged else signature.offsets
-    known = {name: None if name in data else x for name, x in offsets.items()}
-    return CallRanges.of(call.named_sizes, known, call.scalars, signature.packed or signature.paged)
+    known_offsets = {name: None if name in data else x for name, x in offsets.items()}
+    return CallRanges.from_call(
+        call.named_sizes, known_offsets, call.scalars, signature.packed or signature.paged
+    )
 
 
 def part_heads_of(facts: LaunchFacts, call: CheckedCall) -> int:
@@ -151,10 +153,10 @@ def part_heads_of(facts: LaunchFacts, call: CheckedCall) -> int:
 def elements_of_sums(
     plan: LaunchRules, call: CheckedCall, *, packed: bool = False, part_heads: int = 0
 ) -> int:
-    """Elements of the float32 sums that a kernel converts, or of those of dQ, to which "fused" adds
-    and which "delta" fills with zeros; 0 for none.
+    """Elements of the float32 sums that a kernel converts, or of the sums of dQ, to which "fused"
+    adds and which "delta" fills with zeros; 0 for none.
 
-    Args: those of `bind`.
+    Arguments are as in `bind`.
     """
     rows = (call.heads_q, call.seq_q)
     if CONVERT_KERNELS.get(plan.kernel, "dq") != "dq":
@@ -185,19 +187,19 @@ def heads_of_call(
 
     Args:
         plan: a plan with the rows of one head in each tile.
-        captured: the captured tensors by name, including those of a block layout.
+        captured: the captured tensors by name, including the tensors of a block layout.
     """
     from flashgen.kernels.planner import choose_heads, few_rows_of, is_unpaired
 
     # A layout that a function makes is the same for all heads of a call.
     gives = spec.block_sparse is not None and LAYOUT in captured
     layout_heads = captured[LAYOUT].shape[1] if gives else 1
-    found = choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
+    choice = choose_heads(spec, plan, *call.sizes[:4], layout_heads=layout_heads)
     queries = call.queries_of_each(packed=spec.packed)
     return replace(
-        found,
-        few_rows=few_rows_of(spec, plan, found.heads, queries),
-        unpaired=is_unpaired(plan, found.heads, queries, call.group),
+        choice,
+        few_rows=few_rows_of(spec, plan, choice.heads, queries),
+        unpaired=is_unpaired(plan, choice.heads, queries, call.group),
     )
 
 
@@ -215,9 +217,9 @@ def maps_of(
             strides of multiples of 16 B.
         packed: whether boxes must end where a packed sequence ends. Rows of the next sequence could
             hold NaN, which would enter the products as 0 * NaN. See `TensorMapSpec.ragged`.
-        boxes_of: by operand, the rows of its boxes where they are fewer than those of a tile.
+        boxes_of: by operand, the rows of its boxes where a tile has more rows.
     """
-    found = {}
+    maps = {}
     for name, (columns, rows, heads) in facts.boxes:
         tensor = tensors[name]
         assert tensor is not None, "operands of a kernel are never null"
@@ -226,12 +228,12 @@ def maps_of(
         steps = (
             tensor.stride(axis) * width if size[axis] > 1 else columns * width for axis in (2, 1, 0)
         )
-        made = TensorMapSpec(
+        tensor_map = TensorMapSpec(
             facts.dtype,
             (size[3], size[2], size[1], size[0]),
             tuple(steps),
             (columns, rows, heads, 1),
             columns * width,
         )
-        found[name] = made.ragged() if packed and name not in boxes_of else made
-    return found
+        maps[name] = tensor_map.ragged() if packed and name not in boxes_of else tensor_map
+    return maps

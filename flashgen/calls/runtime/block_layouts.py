@@ -12,7 +12,7 @@ from flashgen.calls.runtime.arguments.positions import tensors_named
 from flashgen.calls.runtime.arguments.refusals import (
     check_dense,
     is_dtensor,
-    known,
+    is_known,
     refuse,
     shape_of,
     shown,
@@ -43,10 +43,10 @@ class Layout(NamedTuple):
         live: bool [batch or 1, heads or 1, rows, columns] of blocks, true if a block is computed.
         row_counts: int32 [batch or 1, heads or 1, rows], live blocks of each row.
         row_blocks: int32 [batch or 1, heads or 1, rows, columns], the columns of the live blocks in
-            ascending order, then those of the others.
+            ascending order, then the columns of the other blocks.
         column_counts: int32 [batch or 1, heads or 1, columns], live blocks of each column.
         column_blocks: int32 [batch or 1, heads or 1, columns, rows], the rows of the live blocks in
-            ascending order, then those of the others.
+            ascending order, then the rows of the other blocks.
     """
 
     live: Tensor
@@ -112,20 +112,20 @@ def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
     for name, tensor, rank in zip(LISTS, (counts, blocks), (3, 4), strict=True):
         axes = "[batch or 1, heads_kv or 1, groups" + (", most]" if rank == 4 else "]")
         if not isinstance(tensor, Tensor) or tensor.dim() != rank or tensor.dtype != torch.int32:
-            given = shown(tensor)
+            shown_tensor = shown(tensor)
             if isinstance(tensor, Tensor):
-                given = f"{tensor.dtype} {tuple(tensor.shape)}"
+                shown_tensor = f"{tensor.dtype} {tuple(tensor.shape)}"
             refuse(
                 f"{name} is no int32 tensor of {rank} dimensions",
                 f"argument {name}",
-                f"given {given}; expected torch.int32, {axes}",
+                f"given {shown_tensor}; expected torch.int32, {axes}",
                 "fg.Layout.from_lists(counts.int(), blocks.int()), as in PyTorch's BlockMask",
             )
         if not is_dtensor(tensor):
             check_dense(name, tensor)
     assert isinstance(counts, Tensor)
     assert isinstance(blocks, Tensor)
-    if known(counts.shape != blocks.shape[:3]) or counts.device != blocks.device:
+    if is_known(counts.shape != blocks.shape[:3]) or counts.device != blocks.device:
         refuse(
             "kv_num_blocks and kv_indices have lists of different groups",
             "argument kv_num_blocks",
@@ -133,7 +133,7 @@ def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
             f"on {blocks.device}",
             "a count for each list: kv_num_blocks.shape == kv_indices.shape[:3]",
         )
-    if known(blocks.shape[3] == 0):  # no list has a block
+    if is_known(blocks.shape[3] == 0):  # no list has a block
         blocks = blocks.new_full((*blocks.shape[:3], 1), -1)
     return ListedBlocks(counts, blocks)
 
@@ -163,23 +163,23 @@ def _check_live(live: object) -> None:
         )
 
 
-def with_layout(signature: CallSignature, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``given`` with the tensors of a block layout in place of the layout that the user gives.
+def with_layout(signature: CallSignature, captures: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``captures`` with the tensors of a block layout in place of the layout that the user gives.
 
     Args:
-        given: values of captured tensors and scalars by name. A layout may be a bool tensor, a
+        captures: values of captured tensors and scalars by name. A layout may be a bool tensor, a
             `Layout` or a torch BlockMask with the spec's block size, whose partial and full blocks
             are the live ones.
 
     Raises:
         InputError: the layout is of another type or has another block size.
     """
-    if signature.choice is not None and LISTS[0] not in given:
-        return {n: x for n, x in given.items() if n != LAYOUT} | _lists_of(given.get(LAYOUT))
+    if signature.choice is not None and LISTS[0] not in captures:
+        return {n: x for n, x in captures.items() if n != LAYOUT} | _lists_of(captures.get(LAYOUT))
     sparse = signature.call_layout
-    if sparse is None or LAYOUT not in given:
-        return given
-    if isinstance(given[LAYOUT], ListedBlocks):
+    if sparse is None or LAYOUT not in captures:
+        return captures
+    if isinstance(captures[LAYOUT], ListedBlocks):
         refuse(
             "lists for groups of queries are those of another kind of layout",
             "argument layout",
@@ -188,13 +188,13 @@ def with_layout(signature: CallSignature, given: Mapping[str, Any]) -> Mapping[s
             f'fg.BlockSparse(block_q={sparse.block_q}, block_k={sparse.block_k}, heads="kv") in '
             "the spec, or layout=fg.Layout.of(live)",
         )
-    if any(name in given for name in LAYOUT_LISTS):
-        return given  # all five tensors, which are the arguments of the registered operator
-    value = given[LAYOUT]
+    if any(name in captures for name in LAYOUT_LISTS):
+        return captures  # all five tensors, which are the arguments of the registered operator
+    value = captures[LAYOUT]
     if hasattr(value, "kv_num_blocks"):
         value = blocks_of(sparse, value)
-    made = value if isinstance(value, Layout) else Layout.of(value)
-    return {**given, **dict(zip(LAYOUT_NAMES, made, strict=True))}
+    layout = value if isinstance(value, Layout) else Layout.of(value)
+    return {**captures, **dict(zip(LAYOUT_NAMES, layout, strict=True))}
 
 
 def _lists_of(value: object) -> dict[str, Tensor]:
@@ -238,13 +238,13 @@ def dense_blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def dense_lists(counts: Tensor, blocks: Tensor, columns: int) -> Tensor:
-    """Lists of blocks as bools: the first ``counts`` entries of each line of ``blocks``, but for
-    those that are ``columns``."""
+    """Lists of blocks as bools: the first ``counts`` entries of each line of ``blocks``, without
+    entries that are ``columns``."""
     listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
     # Entries that are not listed are scattered to an extra column.
-    places = torch.where(listed, blocks, columns).long()
-    live = places.new_zeros((*places.shape[:-1], columns + 1), dtype=torch.bool)
-    return live.scatter(-1, places, True)[..., :columns]
+    block_indices = torch.where(listed, blocks, columns).long()
+    live = block_indices.new_zeros((*block_indices.shape[:-1], columns + 1), dtype=torch.bool)
+    return live.scatter(-1, block_indices, True)[..., :columns]
 
 
 def check_layout(
@@ -269,16 +269,16 @@ def check_layout(
         return
     layout = Layout(*captured[-len(LAYOUT_NAMES) :])
     blocks = tuple(layout.live.shape[2:])
-    for what, size, count, length, end in zip(
+    for axis_name, size, count, length, end in zip(
         ("queries", "keys"), (sparse.block_q, sparse.block_k), blocks, lengths, ends, strict=True
     ):
         needed, most = -(-end // size), -(-POSITION_LIMIT // size)
         if length and not needed <= count <= most:
             few = count < needed
             refuse(
-                f"the layout has too {'few' if few else 'many'} blocks of {what}",
+                f"the layout has too {'few' if few else 'many'} blocks of {axis_name}",
                 "argument layout",
-                f"shape {tuple(layout.live.shape)}; the {what} end at {end:,}, in blocks of "
+                f"shape {tuple(layout.live.shape)}; the {axis_name} end at {end:,}, in blocks of "
                 f"{size}: {f'at least {needed:,}' if few else f'at most {most:,}'}",
                 "a block for every position up to the last one, those before q_offset and k_offset "
                 "included"
@@ -331,8 +331,8 @@ def refuse_parts_of_choice(k_offset: object, h_offset: object, whole: object, en
             "a batch entry of q, and of the lists, for each sequence; sequences with different "
             "numbers of queries in calls of their own",
         )
-    given = {"k_offset": k_offset, "h_offset": h_offset, "whole": whole}
-    for name, value in given.items():
+    part_arguments = {"k_offset": k_offset, "h_offset": h_offset, "whole": whole}
+    for name, value in part_arguments.items():
         if isinstance(value, Tensor) or (value is not None and value != 0):
             refuse(
                 "queries that choose their keys are a call of their own, with all heads and keys",
@@ -361,12 +361,12 @@ def check_choice(
         most = most[:, None, None, None]
         blocks = blocks.expand(len(most), *blocks.shape[1:])
         counts = counts.expand(len(most), *counts.shape[1:])
-    place = torch.arange(width, device=blocks.device)
-    listed = (place < counts[..., None]) & (blocks != -1)
+    slot = torch.arange(width, device=blocks.device)
+    listed = (slot < counts[..., None]) & (blocks != -1)
     outside = listed & ((blocks < 0) | (blocks >= most))
-    ordered = torch.where(listed, blocks, -1 - place).sort(-1).values
+    ordered = torch.where(listed, blocks, -1 - slot).sort(-1).values
     twice = torch.nn.functional.pad((ordered.diff(dim=-1) == 0), (0, 1)) if width else listed
-    for wrong, what, way_out in (
+    for wrong, mistake, way_out in (
         ((counts < 0) | (counts > width), "a list has a length that is none", "0 to its width"),
         (
             outside.any(-1),
@@ -376,21 +376,21 @@ def check_choice(
         (twice.any(-1), "a list has a block twice", "each block once: blocks.unique()"),
     ):
         if wrong.any():
-            at = tuple(wrong.nonzero()[0].tolist())
-            length = int(counts[at])
-            keys = seq_k[at[0]] if isinstance(seq_k, Tensor) else seq_k
+            list_index = tuple(wrong.nonzero()[0].tolist())
+            length = int(counts[list_index])
+            keys = seq_k[list_index[0]] if isinstance(seq_k, Tensor) else seq_k
             refuse(
-                what,
+                mistake,
                 "argument layout",
-                f"kv_num_blocks[{at}] is {length} of {width}; kv_indices there: "
-                f"{blocks[at][: max(length, 0)].tolist()!s:.200}; {keys} keys in blocks of "
+                f"kv_num_blocks[{list_index}] is {length} of {width}; kv_indices there: "
+                f"{blocks[list_index][: max(length, 0)].tolist()!s:.200}; {keys} keys in blocks of "
                 f"{choice.block_k}",
                 f"{way_out}; -1 stands for no block",
             )
 
 
 def check_lists(captured: Mapping[str, Tensor]) -> None:
-    """Checks that the lists of a layout are those of its live blocks.
+    """Checks that the lists of a layout have its live blocks.
 
     Raises:
         InputError: a list differs; the error names the first one.
@@ -417,12 +417,12 @@ def check_lists(captured: Mapping[str, Tensor]) -> None:
             wrong.append((names[1], (dense_lists(counts, blocks, width) != live).any(-1)))
         for name, lines in wrong:
             if lines.any():
-                place = tuple(lines.nonzero()[0].tolist())
+                line = tuple(lines.nonzero()[0].tolist())
                 refuse(
                     f"{name} does not list the live blocks",
                     f"argument {name}",
-                    f"at {place}: {captured[name][place].tolist()}; live there: "
-                    f"{live[place].nonzero()[:, 0].tolist()}",
+                    f"at {line}: {captured[name][line].tolist()}; live there: "
+                    f"{live[line].nonzero()[:, 0].tolist()}",
                     "layout=flashgen.Layout.of(live), which makes all five",
                 )
 

@@ -58,13 +58,13 @@ class BoundKernel:
         arguments: KernelArguments,
         grid: Grid,
         blocks: LaunchBlocks | None = None,
-        rest: BoundKernel | None = None,
+        next_kernel: BoundKernel | None = None,
     ) -> None:
         self.build = build
         self.arguments = arguments
         self.grid = grid
         self.blocks = blocks
-        self.rest = rest
+        self.next_kernel = next_kernel
         self.block = (build.facts.threads, 1, 1)
         self.smem_bytes = build.facts.smem_bytes
         self._launch: Any = None
@@ -83,8 +83,8 @@ class BoundKernel:
             if launch.order_seed is None and target.order_seed is not None:
                 launch = replace(launch, order_seed=target.order_seed)
             return self.emulate(tensors, launch)
-        given = [tensors[name] for name in self.arguments.pointers]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        pointer_tensors = [tensors[name] for name in self.arguments.pointers]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointer_tensors]
         self.launch(addresses, target.index)
         return None
 
@@ -111,8 +111,8 @@ class BoundKernel:
                 kernel, self.grid, self.block, self.smem_bytes, overlaps=self.build.facts.overlaps
             )
         self._launch(self.arguments.packed(addresses, index), stream)
-        if self.rest is not None:
-            self.rest.launch(addresses, index)
+        if self.next_kernel is not None:
+            self.next_kernel.launch(addresses, index)
 
     def emulate(self, tensors: Tensors, launch: LaunchOptions) -> Any:
         """Runs the kernel's PTX in the emulator; tensors are passed as the memory they span."""
@@ -152,8 +152,8 @@ class BoundKernel:
             sums=config.emulator_sums(),
             overlaps=self.build.facts.overlaps,
         )
-        if self.rest is not None:
-            counters.add(self.rest.emulate(tensors, launch))
+        if self.next_kernel is not None:
+            counters.add(self.next_kernel.emulate(tensors, launch))
         return counters
 
 

@@ -121,7 +121,7 @@ def run_backward(
         deterministic: whether gradients have the same bits in every run; None follows torch's
             switch.
         tiles: tiles of the backward kernels by name, as in `kernels.planner.plan_backward`.
-        other arguments: those of the forward call, as in `run_forward`.
+        other arguments: as for the forward call, in `run_forward`.
 
     Raises:
         InputError: an argument is wrong; nothing has run then.
@@ -162,14 +162,14 @@ def run_tangent(
     check_memory: bool = True,
     order_seed: int | None = None,
 ) -> TangentRun:
-    """Computes the tangents of the results along those of the operands, and reports how it ran.
+    """Computes the tangents of the results from the tangents of the operands; reports how it ran.
 
     Args:
         out, lse: the results of the forward call.
         moving: the tangents of the operands.
         rng: seed and offset of the forward call; needed when dropout_p is not 0.
         tiles: {"tangent": tile} instead of the planner's tile.
-        other arguments: those of the forward call, as in `run_forward`.
+        other arguments: as for the forward call, in `run_forward`.
 
     Raises:
         InputError: an argument is wrong; nothing has run then.
@@ -179,8 +179,8 @@ def run_tangent(
     program, operands, options = _call_of(spec, (q, k, v), rng, options, scalars, tensors)
     launch = LaunchOptions(sram, tiles or {}, None, check_memory, order_seed)
     call = tangent.prepare(program, operands, (out, lse), moving, options, launch)
-    of_out, of_lse, record = call.run(operands, (out, lse), moving)
-    return TangentRun(of_out, of_lse, record.reports(), record.copies)
+    out_tangent, lse_tangent, record = call.run(operands, (out, lse), moving)
+    return TangentRun(out_tangent, lse_tangent, record.reports(), record.copies)
 
 
 def check(
@@ -207,7 +207,7 @@ def check(
     """
     options = CallOptions(scale, q_offset, k_offset, dropout_p=dropout_p)
     program, operands, options = _call_of(spec, (q, k, v), rng, options, scalars, tensors)
-    program = program.of_dtype(getattr(q, "dtype", None))
+    program = program.with_dtype(getattr(q, "dtype", None))
     call = check_call(program.signature, operands, options)
     size = split_number(split_size)
     return forward.split(program, call, operands, options, size)[1] if size else call
@@ -227,17 +227,17 @@ def _call_of(
         return program_of(program.variant(Variant(*fields)))
 
     signature, tensors, scalars = program.signature, tensors or {}, scalars or {}
-    for kind, mapping, others in (
+    for kind, mapping, other_captures in (
         ("tensor", tensors, signature.scalars),
         ("scalar", scalars, signature.tensors),
     ):
-        for other in others:
-            if other.name in mapping:
+        for capture in other_captures:
+            if capture.name in mapping:
                 refuse(
-                    f"{other.name!r} is not a {kind} of the spec",
+                    f"{capture.name!r} is not a {kind} of the spec",
                     f"argument {kind}s",
-                    f"given {shown(mapping[other.name])}",
+                    f"given {shown(mapping[capture.name])}",
                     "numbers in scalars={...}, and captured tensors in tensors={...}",
                 )
     captures = {**tensors, **scalars}
-    return Call.of(program, variant, Operands(*qkv, (), rng), options, captures)
+    return Call.from_arguments(program, variant, Operands(*qkv, (), rng), options, captures)

@@ -61,8 +61,8 @@ _DELTA_COLUMNS = 8
 def in_blocks(
     spec: AttentionSpec | CallProgram, operands: Operands, options: CallOptions
 ) -> tuple[AttentionSpec | CallProgram, Operands, CallOptions]:
-    """The same call, with a block layout in place of its lists where it has some."""
-    program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+    """The same call; a block layout replaces its lists where it has lists."""
+    program = program_of(spec).with_dtype(getattr(operands.q, "dtype", None))
     if program.signature.choice is None:
         return spec, operands, options
     return with_layout(program, operands, options)
@@ -72,7 +72,7 @@ def with_layout(
     program: CallProgram, operands: Operands, options: CallOptions
 ) -> tuple[CallProgram, Operands, CallOptions]:
     """The same call with a block layout in place of its lists."""
-    from flashgen.spec.language.chosen_specs import with_layout as of_blocks
+    from flashgen.spec.language.chosen_specs import with_layout as spec_with_layout
 
     signature = program.signature
     choice = signature.choice
@@ -94,10 +94,10 @@ def with_layout(
         captured[FIRST_QUERIES] = captured.pop(OFFSETS[0]).view(-1)
     if signature.paged:  # rows of blocks are counted from the first query
         captured[OFFSETS[0]] = torch.zeros(1, dtype=torch.int32, device=live.device)
-    made = program_of(of_blocks(_spec(program)))
-    given = tuple(captured[tensor.name] for tensor in made.signature.tensors)
+    layout_program = program_of(spec_with_layout(_spec(program)))
+    layout_captured = tuple(captured[tensor.name] for tensor in layout_program.signature.tensors)
     options = options._replace(q_offset=0, scalars=(*scalars, first))
-    return made, operands._replace(captured=given), options
+    return layout_program, operands._replace(captured=layout_captured), options
 
 
 def live_blocks(
@@ -128,7 +128,7 @@ def _spec(program: CallProgram) -> AttentionSpec:
 
 
 class CallLists(NamedTuple):
-    """What the lists of a call hold.
+    """The contents of the lists of a call.
 
     Attributes:
         captured: the captured tensors by name.
@@ -189,13 +189,16 @@ class ChosenCall:
         Args:
             prepare: as `flashgen.calls.runtime.forward.prepare`.
         """
-        sizes, spec, given, options = self.sizes, *self.by_groups(operands, self.read(operands))
+        sizes = self.sizes
+        spec, group_operands, options = self.by_groups(operands, self.read(operands))
         if options.split_size is None and sizes.groups > 1:
             options = options._replace(split_size=0)  # the groups keep the GPU busy
-        call = self._prepare("forward", lambda: prepare(spec, given, options, self._launch))
-        out, *of_rows, done = call.run(given)
-        out = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(out))
-        return (out, *(sizes.of_groups(x).contiguous() for x in of_rows), done)
+        call = self._prepare(
+            "forward", lambda: prepare(spec, group_operands, options, self._launch)
+        )
+        out, *row_results, outcome = call.run(group_operands)
+        out = memory_layout.in_memory_order_of(operands.q, sizes.from_groups(out))
+        return (out, *(sizes.from_groups(x).contiguous() for x in row_results), outcome)
 
     def backward(
         self,
@@ -206,56 +209,68 @@ class ChosenCall:
         prepare_queries: Callable[..., Any],
         prepare_keys: Callable[..., Any],
     ) -> tuple[tuple[Tensor, ...], Any, list[tuple[tuple[Any, ...], Any, tuple[KernelRun, ...]]]]:
-        """dq, dk, dv and the gradient of a learned sink; the record of dq, and for some of the keys
-        each those of forward calls, that of the backward call, and the launches that add rows.
+        """dq, dk, dv and the gradient of a learned sink; the record of dq; and for each part of the
+        keys the records of forward calls, of the backward call, and of the launches that add rows.
 
         Args:
             target: where the call runs.
-            prepare: as that of `flashgen.calls.runtime.forward`.
-            prepare_queries, prepare_keys: as those of `flashgen.calls.runtime.backward`, alone.
+            prepare: `flashgen.calls.runtime.forward.prepare`.
+            prepare_queries, prepare_keys: `prepare` of `flashgen.calls.runtime.backward`, with
+                alone="queries" and alone="keys".
         """
         read, sizes = self.read(operands), self.sizes
-        spec, given, options = self.by_groups(operands, read)
-        rest = options._replace(split_size=0), self._launch
+        spec, group_operands, options = self.by_groups(operands, read)
+        options_and_launch = options._replace(split_size=0), self._launch
         out, lse, dout = (sizes.by_groups(x) for x in gradients[:3])
         dout = dout.contiguous()  # gradients of sums are expanded tensors
         dlse = None if gradients.dlse is None else sizes.by_groups(gradients.dlse)
         rows = OutputGradients(out, lse, dout, dlse)
-        call = self._prepare("dq", lambda: prepare_queries(spec, given, rows, *rest))
-        (dq,), of_queries = call.run(given, rows)
-        dq = memory_layout.in_memory_order_of(operands.q, sizes.of_groups(dq))
+        call = self._prepare(
+            "dq", lambda: prepare_queries(spec, group_operands, rows, *options_and_launch)
+        )
+        (dq,), query_record = call.run(group_operands, rows)
+        dq = memory_layout.in_memory_order_of(operands.q, sizes.from_groups(dq))
 
-        keys = self._of_keys(read)
+        keys = self._key_sequences(read)
         tensors = self._captured(read.captured)
         tensors[LSE_OF_LISTS] = lse.view(-1, sizes.groups, sizes.rows)
-        of_blocks = [sizes.in_blocks(x) for x in operands[1:3]]
-        totals = [x.new_zeros(x.shape, dtype=torch.float32) for x in of_blocks]
-        delta, of_out = self._delta(gradients), dout
-        if not (keys.of_groups or delta is None):
-            of_out = _widened(dout, _in_parts(sizes.by_groups(delta), dout.dtype))
+        blocks_of_operands = [sizes.in_blocks(x) for x in operands[1:3]]
+        totals = [x.new_zeros(x.shape, dtype=torch.float32) for x in blocks_of_operands]
+        delta, dout_and_delta = self._delta(gradients), dout
+        if not (keys.has_group_lists or delta is None):
+            dout_and_delta = _widened(dout, _in_parts(sizes.by_groups(delta), dout.dtype))
         records = []
-        for at, part in keys.parts():
-            k = part.rows_of(of_blocks[0])
+        for groups, part in keys.parts():
+            k = part.rows_of(blocks_of_operands[0])
             shared = self._signature.shared_kv
-            v = k[..., : dout.shape[3]] if shared else part.rows_of(of_blocks[1])
-            of_part = Operands(given.q, k, v, ()), tensors | part.tensors(), part
-            if keys.of_groups:
-                found, record = self._by_listed_keys(*of_part, rows, at, prepare_keys, rest)
+            v = k[..., : dout.shape[3]] if shared else part.rows_of(blocks_of_operands[1])
+            part_arguments = Operands(group_operands.q, k, v, ()), tensors | part.tensors(), part
+            if keys.has_group_lists:
+                part_gradients, record = self._by_listed_keys(
+                    *part_arguments, rows, groups, prepare_keys, options_and_launch
+                )
             else:
-                passes = prepare, prepare_queries, rest
-                found, record = self._by_keys(*of_part, rows, of_out, *passes)
-            order = Order.of(part.places.flatten(), len(totals[0]))
+                passes = prepare, prepare_queries, options_and_launch
+                part_gradients, record = self._by_keys(
+                    *part_arguments, rows, dout_and_delta, *passes
+                )
+            order = Order.by_sums(part.key_blocks.flatten(), len(totals[0]))
             added = tuple(
                 add_rows(total, x[:, 0].reshape(-1, total.shape[2]), order, target, self._launch)
-                for total, x in zip(totals, found, strict=True)
+                for total, x in zip(totals, part_gradients, strict=True)
             )
             records.append((*record, added))
         dk, dv = (
-            memory_layout.in_memory_order_of(like, sizes.of_blocks(x).to(like.dtype))
+            memory_layout.in_memory_order_of(like, sizes.from_blocks(x).to(like.dtype))
             for x, like in zip(totals, operands[1:3], strict=True)
         )
-        results = (dq, dk, dv, *self._of_sink(read.captured, operands.q, gradients.lse, delta))
-        return results, of_queries, records
+        results = (
+            dq,
+            dk,
+            dv,
+            *self._sink_gradient(read.captured, operands.q, gradients.lse, delta),
+        )
+        return results, query_record, records
 
     def _by_listed_keys(
         self,
@@ -263,27 +278,29 @@ class ChosenCall:
         tensors: Mapping[str, Tensor],
         part: KeyRows,
         rows: OutputGradients,
-        at: slice,
+        groups: slice,
         prepare_keys: Callable[..., Any],
-        rest: tuple[Any, ...],
+        options_and_launch: tuple[Any, ...],
     ) -> tuple[Any, tuple[tuple[Any, ...], Any]]:
         """dk and dv of the keys in the lists of some groups, and the records of the calls.
 
         Args:
             operands: all queries, and the keys and values of the part.
             rows: of all queries.
-            at: the groups of the part.
-            rest: options and launch of the calls.
+            groups: the groups of the part.
+            options_and_launch: options and launch of the calls.
         """
         from flashgen.spec.language.chosen_specs import by_listed_keys
 
         spec = by_listed_keys(self._spec, part.ragged)
-        dlse = None if rows.dlse is None else rows.dlse[at]
-        own = OutputGradients(rows.out[at], rows.lse[at], rows.dout[at], dlse)
-        given = operands._replace(q=operands.q[at], captured=_in_order(spec, tensors))
-        make = functools.partial(prepare_keys, spec, given, own, *rest)
-        found, record = self._prepare(f"dkdv {len(given.q)}", make).run(given, own)
-        return found, ((), record)
+        dlse = None if rows.dlse is None else rows.dlse[groups]
+        group_rows = OutputGradients(rows.out[groups], rows.lse[groups], rows.dout[groups], dlse)
+        part_operands = operands._replace(q=operands.q[groups], captured=_in_order(spec, tensors))
+        make = functools.partial(prepare_keys, spec, part_operands, group_rows, *options_and_launch)
+        gradients, record = self._prepare(f"dkdv {len(part_operands.q)}", make).run(
+            part_operands, group_rows
+        )
+        return gradients, ((), record)
 
     def _by_keys(
         self,
@@ -291,34 +308,36 @@ class ChosenCall:
         tensors: Mapping[str, Tensor],
         part: KeyRows,
         rows: OutputGradients,
-        of_out: Tensor,
+        dout_and_delta: Tensor,
         prepare: Callable[..., Any],
         prepare_queries: Callable[..., Any],
-        rest: tuple[Any, ...],
+        options_and_launch: tuple[Any, ...],
     ) -> tuple[Any, tuple[tuple[Any, ...], Any]]:
         """dk and dv of blocks of keys, and the records of the calls.
 
         Args:
             operands: all queries, and the keys and values of the part.
-            of_out: dO with columns that subtract delta, where there is one.
-            rest: options and launch of the calls.
+            dout_and_delta: dO with columns that subtract delta, where there is one.
+            options_and_launch: options and launch of the calls.
         """
         from flashgen.spec.language.chosen_specs import by_keys, value_gradients
         from flashgen.spec.language.signature import with_columns
 
         q, k, v = operands[:3]
-        to_v, to_k = (of(self._spec, part.ragged) for of in (value_gradients, by_keys))
-        given_v = Operands(k, q, rows.dout, _in_order(to_v, tensors))
-        call = self._prepare(f"dv {len(k)}", functools.partial(prepare, to_v, given_v, *rest))
-        dv, *_, done = call.run(given_v)
-        if of_out.shape[3] > v.shape[3]:
-            to_k = with_columns(to_k, of_out.shape[3])
+        to_v, to_k = (derived(self._spec, part.ragged) for derived in (value_gradients, by_keys))
+        dv_operands = Operands(k, q, rows.dout, _in_order(to_v, tensors))
+        call = self._prepare(
+            f"dv {len(k)}", functools.partial(prepare, to_v, dv_operands, *options_and_launch)
+        )
+        dv, *_, outcome = call.run(dv_operands)
+        if dout_and_delta.shape[3] > v.shape[3]:
+            to_k = with_columns(to_k, dout_and_delta.shape[3])
             v = _widened(v, v.new_full((3,), -1))
-        given_k = Operands(k, q, of_out, _in_order(to_k, tensors))
-        of_keys = OutputGradients(v, rows.lse.new_zeros(k.shape[:3]), v)
-        make = functools.partial(prepare_queries, to_k, given_k, of_keys, *rest)
-        (dk,), record = self._prepare(f"dk {len(k)}", make).run(given_k, of_keys)
-        return (dk, dv), ((done,), record)
+        dk_operands = Operands(k, q, dout_and_delta, _in_order(to_k, tensors))
+        key_rows = OutputGradients(v, rows.lse.new_zeros(k.shape[:3]), v)
+        make = functools.partial(prepare_queries, to_k, dk_operands, key_rows, *options_and_launch)
+        (dk,), record = self._prepare(f"dk {len(k)}", make).run(dk_operands, key_rows)
+        return (dk, dv), ((outcome,), record)
 
     def _prepare(self, name: str, make: Any) -> Any:
         if name not in self._prepared:
@@ -348,14 +367,14 @@ class ChosenCall:
         k, v = operands.k, operands.v
         if not self._signature.paged:
             k, v = sizes.by_blocks(k), sizes.by_blocks(v)
-        of_k, of_v = Pages.of(k, sizes.block_k), Pages.of(v, sizes.block_k)
-        if of_v[1:] != of_k[1:]:  # one table has the pages of both
-            of_k, of_v = (Pages.of(x.contiguous(), sizes.block_k) for x in (k, v))
+        k_pages, v_pages = Pages.from_rows(k, sizes.block_k), Pages.from_rows(v, sizes.block_k)
+        if v_pages[1:] != k_pages[1:]:  # one table has the pages of both
+            k_pages, v_pages = (Pages.from_rows(x.contiguous(), sizes.block_k) for x in (k, v))
         lines = torch.arange(sizes.batch * sizes.heads, device=device)
-        pages = self._pages(of_k, blocks, lines, captured)
-        own = torch.arange(sizes.groups, device=device).repeat(len(lines))
+        pages = self._pages(k_pages, blocks, lines, captured)
+        groups = torch.arange(sizes.groups, device=device).repeat(len(lines))
         tensors = self._captured(captured) | {
-            OWNED: sizes.owners(lines.repeat_interleave(sizes.groups), own),
+            OWNED: sizes.owners(lines.repeat_interleave(sizes.groups), groups),
             LISTED: blocks.flatten(0, 1).to(torch.int32),
             PAGE_NAMES[0]: pages.flatten(0, 1).to(torch.int32),
             PAGE_NAMES[1]: self._keys(blocks, lengths, lines, captured).flatten().to(torch.int32),
@@ -370,7 +389,7 @@ class ChosenCall:
             tensors[ROW_SINK] = sizes.by_groups(logits)[:, 0]
         options = self._options._replace(q_offset=0, scalars=self._scalars)
         q = sizes.by_groups(operands.q)
-        return spec, Operands(q, of_k.cache, of_v.cache, _in_order(spec, tensors)), options
+        return spec, Operands(q, k_pages.cache, v_pages.cache, _in_order(spec, tensors)), options
 
     def _keys(
         self, blocks: Tensor, lengths: Tensor, lines: Tensor, captured: Mapping[str, Tensor]
@@ -382,61 +401,63 @@ class ChosenCall:
         keys = lengths * self.sizes.block_k
         if not self._signature.paged or not blocks.shape[-1]:
             return keys
-        of_entry = captured[PAGE_NAMES[1]].long()[lines // self.sizes.heads][:, None]
-        rest = of_entry % self.sizes.block_k
+        entry_lengths = captured[PAGE_NAMES[1]].long()[lines // self.sizes.heads][:, None]
+        keys_of_last_block = entry_lengths % self.sizes.block_k
         last = blocks.gather(-1, (lengths - 1).clamp(min=0)[..., None])[..., 0]
-        ragged = (lengths > 0) & (rest > 0) & (last == of_entry // self.sizes.block_k)
-        return torch.where(ragged, keys - self.sizes.block_k + rest, keys)
+        ragged = (
+            (lengths > 0) & (keys_of_last_block > 0) & (last == entry_lengths // self.sizes.block_k)
+        )
+        return torch.where(ragged, keys - self.sizes.block_k + keys_of_last_block, keys)
 
     def _pages(
-        self, of: Pages, blocks: Tensor, lines: Tensor, captured: Mapping[str, Tensor]
+        self, layout: Pages, blocks: Tensor, lines: Tensor, captured: Mapping[str, Tensor]
     ) -> Tensor:
         """The pages of listed blocks, [batch * heads, groups, most]; -1 for one that is none."""
         sizes = self.sizes
-        if of.cache.shape[0] > INT32_MAX:
+        if layout.cache.shape[0] > INT32_MAX:
             refuse(
                 "k has more blocks of keys than kernels count",
                 "argument k",
-                f"blocks begin at {of.cache.shape[0]:,} places; at most {INT32_MAX:,}",
+                f"blocks begin at {layout.cache.shape[0]:,} places; at most {INT32_MAX:,}",
                 "fewer batch entries in a call",
             )
         entry, head = (lines // sizes.heads)[:, None, None], (lines % sizes.heads)[:, None, None]
         if not self._signature.paged:
             inside = (blocks >= 0) & (blocks < sizes.blocks)
-            pages = entry * of.entry + head * of.head + blocks * of.step
+            pages = entry * layout.entry + head * layout.head + blocks * layout.step
             return torch.where(inside, pages, -1)
         table, per_page = captured[PAGE_NAMES[0]].long(), self._per_page
         lengths = captured[PAGE_NAMES[1]].long()[lines // sizes.heads][:, None, None]
         inside = (blocks >= 0) & (blocks * sizes.block_k < lengths)
         page = table[entry, (blocks // per_page).clamp(0, table.shape[1] - 1)]
-        known = inside & (page >= 0) & (page < self._call_pages)
-        pages = page * of.entry + head * of.head + blocks % per_page * of.step
-        return torch.where(known, pages, -1)
+        exists = inside & (page >= 0) & (page < self._call_pages)
+        pages = page * layout.entry + head * layout.head + blocks % per_page * layout.step
+        return torch.where(exists, pages, -1)
 
     def _captured(self, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The captured tensors that mods read, by the names that they have in derived specs."""
-        found = {name: x for name, x in captured.items() if name not in LISTS}
-        if OFFSETS[0] in found:
-            found[FIRST_QUERIES] = found.pop(OFFSETS[0]).view(-1)
+        read_by_mods = {name: x for name, x in captured.items() if name not in LISTS}
+        if OFFSETS[0] in read_by_mods:
+            read_by_mods[FIRST_QUERIES] = read_by_mods.pop(OFFSETS[0]).view(-1)
         if self._signature.paged:
-            found[LENGTHS] = found[PAGE_NAMES[1]]
-        return found
+            read_by_mods[LENGTHS] = read_by_mods[PAGE_NAMES[1]]
+        return read_by_mods
 
     def _rows(self, captured: Mapping[str, Tensor], q: Tensor) -> sinks.Rows:
         return sinks.rows_of_call(self._signature, captured, q, 0, self._options.q_offset)
 
-    def _of_keys(self, read: CallLists) -> KeyRows:
-        make = KeyRows.of_groups_of if self.sizes.block_k < FEWEST_ROWS else KeyRows.of_blocks_of
+    def _key_sequences(self, read: CallLists) -> KeyRows:
+        make = KeyRows.by_group if self.sizes.block_k < FEWEST_ROWS else KeyRows.by_block
         return make(self.sizes, read.blocks, read.lengths)
 
     def _delta(self, gradients: OutputGradients) -> Tensor | None:
-        """What is subtracted from dP in each row, [batch, heads_q, seq_q]; None for nothing."""
+        """The delta that each row subtracts from dP, [batch, heads_q, seq_q]; None for none."""
         if self._signature.normalize == "none":
             return None
         delta = (gradients.dout.float() * gradients.out.float()).sum(-1)
         return delta if gradients.dlse is None else delta - gradients.dlse
 
-    def _of_sink(
+    def _sink_gradient(
         self, captured: Mapping[str, Tensor], q: Tensor, lse: Tensor, delta: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The gradient of a learned sink, which stands beside a softmax alone."""
@@ -444,10 +465,12 @@ class ChosenCall:
         if sink is None or not sink.grad:
             return ()
         assert delta is not None, "that of a softmax"
-        given, rows = captured[sink.name], self._rows(captured, q)
-        share = sinks.weights_of(given.detach(), sink.dims, rows, lse)
-        total = sinks.gradient_of_rows(given, sink.dims, rows, -share.double() * delta.double())
-        return (total.to(given.dtype),)
+        sink_tensor, rows = captured[sink.name], self._rows(captured, q)
+        share = sinks.weights_of(sink_tensor.detach(), sink.dims, rows, lse)
+        total = sinks.gradient_of_rows(
+            sink_tensor, sink.dims, rows, -share.double() * delta.double()
+        )
+        return (total.to(sink_tensor.dtype),)
 
 
 class ChosenPass(PreparedCall):
@@ -483,15 +506,17 @@ class ChosenPass(PreparedCall):
         self._options = options
         self._prepare = prepare
         self._chosen: ChosenCall | None = None
-        self._of_blocks: Any = None
+        self._by_layout: Any = None
 
-    def run(self, operands: Operands, *rest: Any) -> Any:
+    def run(self, operands: Operands, *arguments: Any) -> Any:
         """The results of the pass, and its record."""
         self._named(operands.captured, operands.k)
-        program, given, options = with_layout(self.program, operands, self._options)
-        if self._of_blocks is None:
-            self._of_blocks = self._prepare(program, given, *rest, options, self.launch)
-        return self._of_blocks.run(given, *rest)
+        program, layout_operands, options = with_layout(self.program, operands, self._options)
+        if self._by_layout is None:
+            self._by_layout = self._prepare(
+                program, layout_operands, *arguments, options, self.launch
+            )
+        return self._by_layout.run(layout_operands, *arguments)
 
 
 def _in_order(spec: AttentionSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -511,7 +536,7 @@ def _in_parts(delta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _widened(x: Tensor, more: Tensor) -> Tensor:
-    """Rows [..., columns] with `_DELTA_COLUMNS` more, of which these are the first."""
+    """Rows [..., columns] with `_DELTA_COLUMNS` further columns: ``more``, then zeros."""
     added = x.new_zeros((*x.shape[:-1], _DELTA_COLUMNS))
     added[..., : more.shape[-1]] = more
     return torch.cat([x, added], -1)

@@ -41,7 +41,7 @@ class Pages(NamedTuple):
     step: int
 
     @staticmethod
-    def of(x: Tensor, rows: int) -> Pages:
+    def from_rows(x: Tensor, rows: int) -> Pages:
         batch, heads, length, columns = x.shape
         moves = [
             stride if size > 1 else 0
@@ -92,17 +92,17 @@ class Sizes(NamedTuple):
         lacking = self.groups * self.block_q - self.seq_q
         if lacking:
             x = torch.cat([x, x.new_zeros(*x.shape[:2], lacking, *x.shape[3:])], 2)
-        rest = x.shape[3:]
-        x = x.reshape(self.batch, self.heads, self.group, self.groups, self.block_q, *rest)
+        columns = x.shape[3:]
+        x = x.reshape(self.batch, self.heads, self.group, self.groups, self.block_q, *columns)
         x = x.permute(0, 1, 3, 4, 2, *range(5, x.dim()))
-        return x.reshape(-1, 1, self.rows, *rest)
+        return x.reshape(-1, 1, self.rows, *columns)
 
-    def of_groups(self, x: Tensor) -> Tensor:
-        """What `by_groups` undoes: [batch, heads_q, seq_q, ...], a view."""
-        rest = x.shape[3:]
-        x = x.view(self.batch, self.heads, self.groups, self.block_q, self.group, *rest)
+    def from_groups(self, x: Tensor) -> Tensor:
+        """The inverse of `by_groups`: [batch, heads_q, seq_q, ...], a view."""
+        columns = x.shape[3:]
+        x = x.view(self.batch, self.heads, self.groups, self.block_q, self.group, *columns)
         x = x.permute(0, 1, 4, 2, 3, *range(5, x.dim()))
-        return x.reshape(self.batch, -1, self.groups * self.block_q, *rest)[:, :, : self.seq_q]
+        return x.reshape(self.batch, -1, self.groups * self.block_q, *columns)[:, :, : self.seq_q]
 
     def by_blocks(self, x: Tensor) -> Tensor:
         """Keys [batch, heads, seq_k, columns], with rows of zeros up to the end of a block."""
@@ -113,18 +113,18 @@ class Sizes(NamedTuple):
         """Keys [batch, heads, seq_k, columns] as [blocks of all key heads, block_k, columns]."""
         return self.by_blocks(x).reshape(-1, self.block_k, x.shape[3])
 
-    def of_blocks(self, x: Tensor) -> Tensor:
-        """What `in_blocks` undoes."""
+    def from_blocks(self, x: Tensor) -> Tensor:
+        """The inverse of `in_blocks`."""
         return x.view(self.batch, self.heads, -1, x.shape[2])[:, :, : self.seq_k]
 
-    def owners(self, lines: Tensor, own: Tensor) -> Tensor:
+    def owners(self, lines: Tensor, numbers: Tensor) -> Tensor:
         """Int32 [sequences, 4]: batch entries, first query heads, own blocks and key heads.
 
         Args:
             lines: key heads, counted over all batch entries.
         """
         heads = lines % self.heads * self.group
-        return torch.stack([lines // self.heads, heads, own, lines], -1).to(torch.int32)
+        return torch.stack([lines // self.heads, heads, numbers, lines], -1).to(torch.int32)
 
 
 def lists_of(
@@ -137,53 +137,53 @@ def lists_of(
             is then the last one of its list, as the last page of any sequence is.
     """
     shape = sizes.batch, sizes.heads, sizes.groups
-    place = torch.arange(blocks.shape[-1], device=blocks.device)
-    none = (place >= counts[..., None]) | (blocks == -1)
+    slot = torch.arange(blocks.shape[-1], device=blocks.device)
+    none = (slot >= counts[..., None]) | (blocks == -1)
     rank = 2 * none.to(torch.uint8)
     if keys is not None:
         lacking = blocks == keys.view(-1, 1, 1, 1) // sizes.block_k
         rank = torch.where(none, rank, lacking)
         blocks = blocks.expand_as(rank)  # those that batch entries share
-    kept = blocks.gather(-1, rank.argsort(dim=-1, stable=True)).long()
+    listed = blocks.gather(-1, rank.argsort(dim=-1, stable=True)).long()
     lengths = none.logical_not().sum(-1)
-    kept = kept.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
-    return kept, lengths.expand(shape).reshape(sizes.batch * sizes.heads, sizes.groups)
+    listed = listed.expand(*shape, -1).reshape(sizes.batch * sizes.heads, sizes.groups, -1)
+    return listed, lengths.expand(shape).reshape(sizes.batch * sizes.heads, sizes.groups)
 
 
 class KeyRows(NamedTuple):
     """Sequences that have rows of keys, for the gradients of keys and values.
 
-    A sequence has a block of keys, and a list of the groups that chose it, where long ones are cut;
-    or it has the keys in the list of a group.
+    A sequence has a block of keys and a list of the groups that chose it, of which a long one is
+    cut; or it has the keys in the list of a group.
 
     Attributes:
         owners: int32 [sequences, 4], as `Sizes.owners`.
         listed: int32 [sequences, most], the groups of its list, or the blocks.
-        places: int64 [sequences, blocks of rows], the blocks of keys that its rows are, among those
-            of all key heads; their number for one that is none.
-        pages: int32 [sequences, most], the groups among those of all key heads, and int32
-            [sequences], how many of them there are; () where a sequence is that of a group.
+        key_blocks: int64 [sequences, blocks of rows], the block of keys of each block of rows,
+            counted over all key heads; the number of all blocks for rows of no block.
+        pages: int32 [sequences, most], the groups, counted over all key heads, and int32
+            [sequences], the number of groups; () where a sequence has the list of a group.
     """
 
     sizes: Sizes
     owners: Tensor
     listed: Tensor
-    places: Tensor
+    key_blocks: Tensor
     pages: tuple[Tensor, ...] = ()
 
     @property
-    def of_groups(self) -> bool:
+    def has_group_lists(self) -> bool:
         """Whether a sequence has the keys in the list of a group."""
         return not self.pages
 
     @property
     def ragged(self) -> tuple[bool, bool]:
-        """As `Sizes.ragged`; the keys of a list may be none, beyond all keys."""
-        of_queries, of_keys = self.sizes.ragged
-        return of_queries, of_keys or self.of_groups
+        """As `Sizes.ragged`; a list may have entries beyond all keys."""
+        ragged_queries, ragged_keys = self.sizes.ragged
+        return ragged_queries, ragged_keys or self.has_group_lists
 
     @staticmethod
-    def of_groups_of(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
+    def by_group(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
         """The keys that each group lists; each key is there as often as it is listed.
 
         Args:
@@ -193,14 +193,14 @@ class KeyRows(NamedTuple):
         device = blocks.device
         group = torch.arange(lines * groups, device=device)
         listed = _in_lists(sizes, blocks, lengths).flatten(0, 1)
-        kept = torch.where(listed, blocks.flatten(0, 1), sizes.blocks)
+        listed_blocks = torch.where(listed, blocks.flatten(0, 1), sizes.blocks)
         line = (group // groups)[:, None]
-        places = torch.where(listed, line * sizes.blocks + kept, lines * sizes.blocks)
+        key_blocks = torch.where(listed, line * sizes.blocks + listed_blocks, lines * sizes.blocks)
         owners = sizes.owners(group // groups, group % groups)
-        return KeyRows(sizes, owners, kept.to(torch.int32), places)
+        return KeyRows(sizes, owners, listed_blocks.to(torch.int32), key_blocks)
 
     @staticmethod
-    def of_blocks_of(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
+    def by_block(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
         """The blocks of keys, with the groups that chose each in ascending order.
 
         Args:
@@ -212,7 +212,7 @@ class KeyRows(NamedTuple):
         listed = _in_lists(sizes, blocks, lengths)
         chosen = torch.where(listed, line * sizes.blocks + blocks, total).flatten()
         chosen, order = chosen.sort(stable=True)
-        group = order // most  # among those of all key heads
+        group = order // most  # counted over all key heads
         starts = torch.searchsorted(chosen, torch.arange(total + 1, device=device))
         counts = starts.diff()
         # Twice the mean length, so that most lists are whole and the table stays small.
@@ -220,42 +220,47 @@ class KeyRows(NamedTuple):
         cuts = torch.nn.functional.pad((-(-counts // width)).clamp_min(1).cumsum(0), (1, 0))
         sequences = total + len(chosen) // width  # the most that there can be
         rank = torch.arange(len(chosen), device=device) - starts[chosen]
-        own = (cuts[chosen] + rank // width).where(chosen < total, sequences)
+        sequence = (cuts[chosen] + rank // width).where(chosen < total, sequences)
         table = group.new_zeros((sequences + 1, width))
-        table[own, (rank % width).where(chosen < total, 0)] = group
+        table[sequence, (rank % width).where(chosen < total, 0)] = group
         pages = table[:-1]
         number = torch.arange(sequences, device=device)
-        places = (torch.searchsorted(cuts, number, right=True) - 1).clamp(0, total - 1)
-        rest = counts[places] - (number - cuts[places]) * width
+        key_blocks = (torch.searchsorted(cuts, number, right=True) - 1).clamp(0, total - 1)
+        groups_left = counts[key_blocks] - (number - cuts[key_blocks]) * width
         return KeyRows(
             sizes,
-            sizes.owners(places // sizes.blocks, places % sizes.blocks),
+            sizes.owners(key_blocks // sizes.blocks, key_blocks % sizes.blocks),
             (pages % groups).to(torch.int32),
-            places[:, None],
-            (pages.to(torch.int32), rest.clamp(0, width).to(torch.int32)),
+            key_blocks[:, None],
+            (pages.to(torch.int32), groups_left.clamp(0, width).to(torch.int32)),
         )
 
     def parts(self) -> Iterator[tuple[slice, KeyRows]]:
-        """Some of the sequences each, whose rows fit in memory, and which these are."""
-        many = max(MOST_ROWS // (self.places.shape[1] * self.sizes.block_k), 1)
-        for first in range(0, len(self.owners), many):
-            at = slice(first, first + many)
-            owners, listed, places = (x[at] for x in self[1:4])
-            yield at, KeyRows(self.sizes, owners, listed, places, tuple(x[at] for x in self.pages))
+        """The sequences in parts whose rows fit in memory, each with the range of its sequences."""
+        sequences_at_once = max(MOST_ROWS // (self.key_blocks.shape[1] * self.sizes.block_k), 1)
+        for first in range(0, len(self.owners), sequences_at_once):
+            sequences = slice(first, first + sequences_at_once)
+            owners, listed, key_blocks = (x[sequences] for x in self[1:4])
+            yield (
+                sequences,
+                KeyRows(
+                    self.sizes, owners, listed, key_blocks, tuple(x[sequences] for x in self.pages)
+                ),
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """The captured tensors of the calls, by name."""
-        found = {OWNED: self.owners, LISTED: self.listed}
+        tensors = {OWNED: self.owners, LISTED: self.listed}
         if self.pages:
             pages, lengths = self.pages
-            found |= {PAGE_NAMES[0]: pages, PAGE_NAMES[1]: lengths * self.sizes.rows}
-            found[OFFSETS[0]] = lengths.new_zeros(1)
-        return found
+            tensors |= {PAGE_NAMES[0]: pages, PAGE_NAMES[1]: lengths * self.sizes.rows}
+            tensors[OFFSETS[0]] = lengths.new_zeros(1)
+        return tensors
 
     def rows_of(self, x: Tensor) -> Tensor:
         """The rows [sequences, 1, rows, columns] of x [blocks, block_k, columns]."""
-        taken: Tensor = x[self.places.clamp(max=len(x) - 1)]
-        return taken.flatten(1, 2)[:, None]
+        blocks: Tensor = x[self.key_blocks.clamp(max=len(x) - 1)]
+        return blocks.flatten(1, 2)[:, None]
 
 
 def _in_lists(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> Tensor:

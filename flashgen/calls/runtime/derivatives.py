@@ -44,7 +44,7 @@ def tangents(
     moving: Tangents,
     options: CallOptions,
 ) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse along those of the operands.
+    """The tangents of out and lse from the tangents of the operands.
 
     Args:
         results: out and lse of the forward call.
@@ -64,15 +64,15 @@ def gradient_tangents(
     operands: Operands,
     gradients: OutputGradients,
     moving: Tangents,
-    of_gradients: ResultTangents,
+    result_tangents: ResultTangents,
     options: CallOptions,
 ) -> tuple[Tensor, ...]:
-    """The tangents of out and lse, those of dq, dk, dv and of each learned tensor's gradient.
+    """The tangents of out, lse, dq, dk, dv and of the gradient of each learned tensor.
 
     Args:
         gradients: out and lse of the forward call, and their gradients.
-        of_gradients: the tangents of these. Those of out and lse are computed where they are not
-            given.
+        result_tangents: the tangents of ``gradients``. The tangents of out and lse are computed
+            where they are None.
 
     Raises:
         InputError: an argument is wrong, or the backend has no such pass.
@@ -84,19 +84,21 @@ def gradient_tangents(
     call = _TiledCall(spec, operands, moving, options)
     q, k, v = operands[:3]
     check_gradients(q, v, gradients)
-    if of_gradients.out is None or of_gradients.lse is None:
+    if result_tangents.out is None or result_tangents.lse is None:
         out, lse = call.tangents(gradients[:2], moving)  # in float32
-        of_gradients = of_gradients._replace(out=out, lse=lse)
-    assert of_gradients.out is not None and of_gradients.lse is not None  # noqa: PT018
-    results = of_gradients.out, of_gradients.lse
+        result_tangents = result_tangents._replace(out=out, lse=lse)
+    assert result_tangents.out is not None and result_tangents.lse is not None  # noqa: PT018
+    results = result_tangents.out, result_tangents.lse
     with without_autocast():
-        found = cpu.backward_tangent(
-            call.spec, q, k, v, gradients, moving, of_gradients, call.arguments
+        tangents = cpu.backward_tangent(
+            call.spec, q, k, v, gradients, moving, result_tangents, call.arguments
         )
     learned = [
-        x for x, of in zip(operands.captured, call.signature.tensors, strict=True) if of.grad
+        x
+        for x, argument in zip(operands.captured, call.signature.tensors, strict=True)
+        if argument.grad
     ]
-    rounded = [x.to(of.dtype) for x, of in zip(found, (q, k, v, *learned), strict=True)]
+    rounded = [x.to(like.dtype) for x, like in zip(tangents, (q, k, v, *learned), strict=True)]
     return (
         in_memory_order_of(q, results[0].to(q.dtype, copy=True)),
         results[1].clone(),
@@ -117,7 +119,7 @@ class _TiledCall(PreparedCall):
         moving: Tangents,
         options: CallOptions,
     ) -> None:
-        setup = Setup.of(spec, operands, options)
+        setup = Setup.for_call(spec, operands, options)
         program = setup.program
         if not isinstance(program, SpecProgram):
             refuse(
@@ -151,7 +153,7 @@ class _TiledCall(PreparedCall):
         )
 
     def tangents(self, results: tuple[Tensor, Tensor], moving: Tangents) -> tuple[Tensor, Tensor]:
-        """Those of out and lse, in the dtype of accumulators."""
+        """The tangents of out and lse, in the dtype of accumulators."""
         from flashgen.calls import cpu
 
         with without_autocast():

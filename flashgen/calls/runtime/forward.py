@@ -28,7 +28,7 @@ from flashgen.calls.runtime.prepared_call import (
     EMPTY,
     PreparedCall,
     Setup,
-    places_of,
+    columns_of_parts,
     without_autocast,
 )
 from flashgen.calls.runtime.programs import CallProgram, ForwardRequest
@@ -73,7 +73,7 @@ class ForwardKernel:
 class ForwardOutcome(NamedTuple):
     """The facts of one `PreparedForward.run`, from which `report` makes a Report on demand.
 
-    ``others`` are those of the launches for the other columns of V.
+    ``others`` are the facts of the launches for the other columns of V.
 
     Calls keep them as a plain tuple, which is made in a fifth of the time.
     """
@@ -123,8 +123,8 @@ class PreparedForward(PreparedCall):
         coded = q.element_size() != k.element_size()
         self._narrower = tuple(2 if coded and x.shape[3] % 16 else 1 for x in (k, v))
         self._units = (16, *(16 // narrower for narrower in self._narrower), 16)
-        found = map(memory_layout.stride_obstacle, _NAMES, (q, k, v), self._units)
-        self._obstacle = next((text for text in found if text), None)
+        obstacles = map(memory_layout.stride_obstacle, _NAMES, (q, k, v), self._units)
+        self._obstacle = next((text for text in obstacles if text), None)
         self._kernels: dict[int, ForwardKernel] = {}
         self._splits: Splits | None = None
         if self.signature.split and not (self.signature.folds or call.is_empty):
@@ -149,21 +149,22 @@ class PreparedForward(PreparedCall):
         if out is None:
             out = self.new_output(q)
         lse = torch.empty_like(self._lse_model)
-        of_nothing = self.signature.lse_of_nothing
+        lse_of_nothing = self.signature.lse_of_nothing
         if self.signature.packed:  # rows outside all sequences are rows without keys
             out.zero_()
         if self.signature.packed or self.signature.normalize == "none":
-            lse.fill_(of_nothing)
+            lse.fill_(lse_of_nothing)
         to_out, to_lse = out, lse  # what the kernel writes
         if self._splits is not None:
             to_out, to_lse = self._splits.parts(out, lse)
             if self.signature.packed:
-                to_lse.fill_(of_nothing)
+                to_lse.fill_(lse_of_nothing)
         maxima = self._like_lse(to_lse)
-        at: tuple[int, ...]
-        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
-        of_k, of_v = self._narrower
-        if self._obstacle is None and not (at[0] | at[1] * of_k | at[2] * of_v | at[3]) % 16:
+        addresses: tuple[int, ...]
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
+        k_factor, v_factor = self._narrower
+        low_bits = addresses[0] | addresses[3] | addresses[1] * k_factor | addresses[2] * v_factor
+        if self._obstacle is None and not low_bits % 16:
             width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)
@@ -182,30 +183,30 @@ class PreparedForward(PreparedCall):
         start = perf_counter()
         if self.target.backend == "gpu" and not by_name:
             if maxima is not None:
-                at = (*at, maxima.data_ptr())
+                addresses = (*addresses, maxima.data_ptr())
             if rng is not None:
-                at = (*at, rng.data_ptr())
+                addresses = (*addresses, rng.data_ptr())
             if bound.blocks is not None:
-                at = (*at, 0 if tile_counter is None else tile_counter.data_ptr())
-            bound.launch(at, self.target.index)
+                addresses = (*addresses, 0 if tile_counter is None else tile_counter.data_ptr())
+            bound.launch(addresses, self.target.index)
         else:
             tensors = _tensors(q, k, v, to_out, to_lse, maxima)
             tensors |= {"rng": rng, "tile_counter": tile_counter}
             tensors |= pointers_of(by_name)
-            made, tables = kernel.tables.run(self.target, by_name, self.launch)
-            tensors |= made
+            table_tensors, tables = kernel.tables.run(self.target, by_name, self.launch)
+            tensors |= table_tensors
             start = perf_counter()
             counters = bound.run(self.target, tensors, self.launch)
         seconds = perf_counter() - start
         if self._splits is not None:
             merge = self._splits.merge((to_out, to_lse), (out, lse), by_name, self.launch)
-        done = self, width, reason, kernel, counters, built, seconds, tables, merge
+        outcome = self, width, reason, kernel, counters, built, seconds, tables, merge
         if maxima is None:
-            return out, lse, done
-        return out, lse, maxima if self._splits is None else maxima.amax(0), done
+            return out, lse, outcome
+        return out, lse, maxima if self._splits is None else maxima.amax(0), outcome
 
     def new_output(self, q: Tensor) -> Tensor:
-        """An uninitialised output, whose axes are in the order of those of q in memory."""
+        """An uninitialised output with the axis order of q in memory."""
         model, strides = self._out_model, self._out_strides
         if strides is None:
             return torch.empty_like(model)
@@ -274,8 +275,8 @@ class PreparedForward(PreparedCall):
     def _without_scores(self, q: Tensor, captured: tuple[Tensor, ...]) -> tuple[Any, ...]:
         out = empty_rows(q, self.call.head_dim_v, self._out_model.dtype).zero_()
         if self.signature.sink is None:
-            of_nothing = self.signature.lse_of_nothing
-            lse = q.new_full(q.shape[:3], of_nothing, dtype=torch.float32)
+            lse_of_nothing = self.signature.lse_of_nothing
+            lse = q.new_full(q.shape[:3], lse_of_nothing, dtype=torch.float32)
         else:
             by_name = named(self.signature, captured)
             lse = lse_without_keys(self.signature, by_name, q, self.call)
@@ -286,13 +287,13 @@ class PreparedForward(PreparedCall):
         start = perf_counter()
         with without_autocast():
             if self.signature.paged:
-                results = self._of_contiguous(operands, captured)
+                results = self._from_contiguous(operands, captured)
             else:
-                results = self._of_tiles(self.spec, operands, captured)
+                results = self._by_tiles(self.spec, operands, captured)
         seconds = perf_counter() - start
         return *results, ForwardOutcome(self, 0, CPU_REASON, run_seconds=seconds)
 
-    def _of_tiles(
+    def _by_tiles(
         self, spec: AttentionSpec, operands: Operands, captured: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         from flashgen.calls import cpu
@@ -303,7 +304,7 @@ class PreparedForward(PreparedCall):
             return cpu.invariant_forward(spec, q, k, v, arguments)
         return cpu.forward(spec, q, k, v, *self._tiles(q, k, captured, rng, backward=False))
 
-    def _of_contiguous(
+    def _from_contiguous(
         self, operands: Operands, captured: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """The results of a call with a paged cache, from copies of its keys and values."""
@@ -311,17 +312,19 @@ class PreparedForward(PreparedCall):
 
         q, k, v, _, rng = operands
         copied = contiguous_call(q, k, v, captured)
-        given = Operands(*copied[:3], (), rng)
-        out, *of_rows = self._of_tiles(contiguous(self.spec), given, copied.tensors)
-        out = memory_layout.in_memory_order_of(q, copied.of_queries(out, q))
-        return out, *(copied.of_queries(each, q) for each in of_rows)
+        contiguous_operands = Operands(*copied[:3], (), rng)
+        out, *row_results = self._by_tiles(
+            contiguous(self.spec), contiguous_operands, copied.tensors
+        )
+        out = memory_layout.in_memory_order_of(q, copied.like_queries(out, q))
+        return out, *(copied.like_queries(result, q) for result in row_results)
 
 
 class ChosenForward(ChosenPass):
-    """A forward call, of which the results and their record are those of `PreparedForward`."""
+    """A forward call with lists, whose results and record are as in `PreparedForward`."""
 
-    def __init__(self, setup: Setup, operands: Operands, *rest: Any) -> None:
-        super().__init__(setup, operands, *rest)
+    def __init__(self, setup: Setup, operands: Operands, *arguments: Any) -> None:
+        super().__init__(setup, operands, *arguments)
         if setup.target.backend != "tiled" and not setup.call.is_empty:
             self._chosen = ChosenCall(setup, operands, self._options)
 
@@ -353,13 +356,15 @@ class ForwardInParts(PreparedForward):
     def run(self, operands: Operands, out: Tensor | None = None) -> tuple[Any, ...]:
         if out is None:
             out = self.new_output(operands.q)
-        done = [
-            part.run(operands._replace(v=operands.v[..., at]), out[..., at])
-            for part, at in zip(self._parts, places_of(self._parts), strict=True)
+        results_of_parts = [
+            part.run(operands._replace(v=operands.v[..., columns]), out[..., columns])
+            for part, columns in zip(self._parts, columns_of_parts(self._parts), strict=True)
         ]
-        _, *of_rows, record = done[0]
-        others = tuple(ForwardOutcome(*each[-1]) for each in done[1:])
-        return out, *of_rows, ForwardOutcome(*record)._replace(others=others)
+        _, *row_results, record = results_of_parts[0]
+        other_records = tuple(
+            ForwardOutcome(*part_results[-1]) for part_results in results_of_parts[1:]
+        )
+        return out, *row_results, ForwardOutcome(*record)._replace(others=other_records)
 
 
 def _tensors(
@@ -374,7 +379,7 @@ def report(fields: tuple[Any, ...]) -> Report:
     """The Report of a forward call, from what `PreparedForward.run` returned."""
     record = ForwardOutcome(*fields)
     kernel, target, merge = record.kernel, record.call.target, record.merge
-    ran = Report(
+    report_of_call = Report(
         "none" if record.reason is EMPTY else target.backend,
         target.arch,
         record.width,
@@ -383,18 +388,18 @@ def report(fields: tuple[Any, ...]) -> Report:
         arch_reason=target.arch_reason,
     )
     if kernel is None:
-        return ran
-    aligned = replace(ran, access_bytes=16, access_reason=memory_layout.ALIGNED)
+        return report_of_call
+    aligned = replace(report_of_call, access_bytes=16, access_reason=memory_layout.ALIGNED)
     return replace(
-        ran,
+        report_of_call,
         kernel=kernel.bound.build,
         counters=record.counters,
         build_seconds=record.build_seconds,
-        tables=tuple(ran.of_run(*run) for run in record.tables),
+        tables=tuple(report_of_call.for_run(*run) for run in record.tables),
         heads_reason=kernel.heads_reason,
         blocks=kernel.bound.blocks,
         integers=kernel.integers,
-        merge=None if merge is None else aligned.of_run(*merge),
+        merge=None if merge is None else aligned.for_run(*merge),
         split_size=int(record.call.call.scalars.get(SPLIT, 0)),
         run=record.call.call.run,
         columns=record.call.call.head_dim_v,
@@ -415,7 +420,7 @@ def prepare(
         PlanError: the generation of the GPU is not supported.
     """
     size = split_number(options.split_size)
-    setup = Setup.of(spec, operands, options, launch, forward=True)
+    setup = Setup.for_call(spec, operands, options, launch, forward=True)
     program, call, target, _ = setup
     if program.signature.choice is not None:
         return ChosenForward(setup, operands, options, prepare)
@@ -440,8 +445,8 @@ def prepare(
             way_out="backend='emulator', or leave blocks out",
         )
     parts = [
-        prepare(part, operands._replace(v=operands.v[..., at]), options, launch)
-        for part, at in setup.parts(spec, "forward")
+        prepare(part, operands._replace(v=operands.v[..., columns]), options, launch)
+        for part, columns in setup.parts(spec, "forward")
     ]
     if parts:
         return ForwardInParts(setup, operands, invariant=invariant, parts=parts)

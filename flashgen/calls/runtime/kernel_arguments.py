@@ -126,16 +126,16 @@ class KernelArguments:
             )
         self.numbers = {p.name: numbers[p.name] for p in params if p.ctype not in _TENSORS}
         # The structure is packed with null pointers; the bytes between pointers never change.
-        others = self.params[len(self.maps) :]
-        template = pack(others, [self.numbers.get(p.name) for p in others])
-        self._pieces = tuple(_pieces(others, template))
-        codes = [f"{last - first}Q{len(rest)}s" for first, last, rest in self._pieces]
+        unmapped = self.params[len(self.maps) :]
+        template = pack(unmapped, [self.numbers.get(p.name) for p in unmapped])
+        self._pieces = tuple(_pieces(unmapped, template))
+        codes = [f"{last - first}Q{len(piece)}s" for first, last, piece in self._pieces]
         bytes_of_maps = len(self.maps) * MAP_BYTES
         pad = -(bytes_of_maps + len(template)) % MAP_ALIGN if self.maps else 0
         self._format = struct.Struct(
             "<" + f"{MAP_BYTES}s" * len(self.maps) + "".join(codes) + f"{pad}x"
         )
-        self._made: tuple[dict[int, bytes], ...] = tuple({} for _ in self.maps)
+        self._encoded: tuple[dict[int, bytes], ...] = tuple({} for _ in self.maps)
 
     def packed(self, addresses: Sequence[int], device: int = 0) -> bytes:
         """The bytes of the structure with the addresses of `pointers`; 0 is a null pointer.
@@ -146,21 +146,21 @@ class KernelArguments:
         count = len(self.maps)
         values: list[Any] = []
         if count:
-            for made, address in zip(self._made, addresses, strict=False):
-                values.append(made.get(address) or self._encode(len(values), address, device))
+            for encoded, address in zip(self._encoded, addresses, strict=False):
+                values.append(encoded.get(address) or self._encode(len(values), address, device))
             addresses = addresses[count:]
-        for first, last, rest in self._pieces:
+        for first, last, piece in self._pieces:
             values += addresses[first:last]
-            values.append(rest)
+            values.append(piece)
         return self._format.pack(*values)
 
     def _encode(self, index: int, address: int, device: int) -> bytes:
         """The bytes of a tensor map, which are kept, because training steps repeat addresses."""
-        made = self._made[index]
-        if len(made) >= _MOST_MAPS:
-            made.clear()
-        made[address] = found = encode(self.maps[index], address, device)
-        return found
+        encoded_maps = self._encoded[index]
+        if len(encoded_maps) >= _MOST_MAPS:
+            encoded_maps.clear()
+        encoded_maps[address] = encoded = encode(self.maps[index], address, device)
+        return encoded
 
 
 def _pieces(params: Sequence[ParamField], template: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -168,13 +168,13 @@ def _pieces(params: Sequence[ParamField], template: bytes) -> Iterator[tuple[int
 
     Each field begins at the next multiple of its own size, as in C.
     """
-    at, offsets = 0, []
+    offset, offsets = 0, []
     for param in params:
         width = field_bytes(param.ctype)
-        at += -at % width
+        offset += -offset % width
         if param.ctype == "pointer":
-            offsets.append(at)
-        at += width
+            offsets.append(offset)
+        offset += width
     if not offsets or offsets[0] > 0:
         yield 0, 0, template[: offsets[0] if offsets else None]
     first = 0

@@ -51,23 +51,23 @@ class LearnedGradients(abc.ABC):
         Args:
             dtype: the dtype of the sums, which are contiguous.
         """
-        self._of = {tensor.name: captured[tensor.name] for tensor in signature.learned}
+        self._tensors = {tensor.name: captured[tensor.name] for tensor in signature.learned}
         self._totals = {
-            name: torch.zeros(given.shape, dtype=dtype, device=given.device)
-            for name, given in self._of.items()
+            name: torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+            for name, tensor in self._tensors.items()
         }
         self.pointers: dict[str, Tensor | None] = {
             f"dc_{field_stem(name)}": total for name, total in self._totals.items()
         }
-        self._more: dict[str, Tensor] = {}
+        self._added: dict[str, Tensor] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds a term that no kernel computes: float32, of the shape of the tensor."""
-        self._more[name] = gradient
+        self._added[name] = gradient
 
     def gradients(self) -> tuple[Tensor, ...]:
         """The gradients, in the shapes and dtypes of the learned tensors, in signature order."""
-        return tuple(self._gradient(name, given.dtype) for name, given in self._of.items())
+        return tuple(self._gradient(name, tensor.dtype) for name, tensor in self._tensors.items())
 
     @abc.abstractmethod
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -83,8 +83,8 @@ class FloatSums(LearnedGradients):
         super().__init__(signature, captured, getattr(torch, dtype))
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
-        total, more = self._totals[name], self._more.get(name)
-        return (total if more is None else total + more).to(dtype)
+        total, added = self._totals[name], self._added.get(name)
+        return (total if added is None else total + added).to(dtype)
 
 
 class ExactSums(LearnedGradients):
@@ -98,11 +98,11 @@ class ExactSums(LearnedGradients):
     def __init__(self, signature: CallSignature, captured: Mapping[str, Tensor]) -> None:
         super().__init__(signature, captured, torch.int64)
         self._greatest = {
-            name: torch.zeros((), dtype=torch.int32, device=given.device)
-            for name, given in self._of.items()
+            name: torch.zeros((), dtype=torch.int32, device=tensor.device)
+            for name, tensor in self._tensors.items()
         }
         self._units: dict[str, Tensor] = {}
-        for name in self._of:  # the units are computed later
+        for name in self._tensors:  # the units are computed later
             self.pointers |= {f"greatest_{name}": self._greatest[name], f"root_{name}": None}
 
     def measured(self, counts: Mapping[str, int]) -> dict[str, Tensor]:
@@ -119,9 +119,9 @@ class ExactSums(LearnedGradients):
         return roots
 
     def _gradient(self, name: str, dtype: torch.dtype) -> Tensor:
-        total, more, unit = self._totals[name], self._more.get(name), self._units.get(name)
-        if more is not None:
-            return (more if unit is None else total * unit + more).to(dtype)
+        total, added, unit = self._totals[name], self._added.get(name), self._units.get(name)
+        if added is not None:
+            return (added if unit is None else total * unit + added).to(dtype)
         if unit is None:  # no kernel added to it
             return total.to(dtype)
         # A product in float64, rounded when it is written.
@@ -168,8 +168,10 @@ def contributions_of(
     """
     most: dict[str, int] = {}
     for term in terms:
-        known = _known_positions(call, captured)
-        count = _contributions(term, plan, call, known, captured[term.tensor].shape, packed)
+        known_positions = _known_positions(call, captured)
+        count = _contributions(
+            term, plan, call, known_positions, captured[term.tensor].shape, packed
+        )
         most[term.tensor] = most.get(term.tensor, 0) + count
     return most
 
@@ -178,7 +180,7 @@ def _contributions(
     term: GradientTerm,
     plan: Plan | LaunchFacts,
     call: CheckedCall,
-    known: Mapping[str, tuple[int, int]],
+    known_positions: Mapping[str, tuple[int, int]],
     shape: Sequence[int],
     packed: bool,
 ) -> int:
@@ -192,12 +194,12 @@ def _contributions(
         "column": (warps, seq_k),
         "block": (warps, 1),
     }[term.summed_over]
-    apart = _separating_indices(term, known, shape)
+    separating = _separating_indices(term, known_positions, shape)
     # The rows of all sequences together are at most seq_q, their keys at most seq_k.
-    along = "q" not in apart or ("k" not in apart and by_columns > 1)
+    along = "q" not in separating or ("k" not in separating and by_columns > 1)
     entries = 1 if packed and along else batch
     counts = {"b": entries, "h": call.heads_q, "q": by_rows, "k": by_columns}
-    return math.prod(count for index, count in counts.items() if index not in apart)
+    return math.prod(count for index, count in counts.items() if index not in separating)
 
 
 def _known_positions(
@@ -214,13 +216,16 @@ def _known_positions(
 
 
 def _separating_indices(
-    term: GradientTerm, known: Mapping[str, tuple[int, int]], shape: Sequence[int]
+    term: GradientTerm, known_positions: Mapping[str, tuple[int, int]], shape: Sequence[int]
 ) -> set[str]:
     """The indices b, h, q, k whose values all address different elements of the tensor."""
     return {
         index
         for index, size in zip(term.indices, shape, strict=True)
-        if index is not None and index in known and known[index][0] >= 0 and known[index][1] <= size
+        if index is not None
+        and index in known_positions
+        and known_positions[index][0] >= 0
+        and known_positions[index][1] <= size
     }
 
 
@@ -255,8 +260,8 @@ def add_sink_without_keys(
             dlse = dlse.masked_fill(rows_outside(captured, dlse.shape[2]), 0)
         rows = sinks.rows_of_call(signature, captured, dlse, call.first_head, call.q_offset)
         tensor = captured[sink.name]
-        found = sinks.gradient_without_keys(tensor, sink.dims, rows, dlse.float())
-        gradients.add(sink.name, found)
+        sink_gradient = sinks.gradient_without_keys(tensor, sink.dims, rows, dlse.float())
+        gradients.add(sink.name, sink_gradient)
 
 
 def add_sink_of_rows(
@@ -275,11 +280,11 @@ def add_sink_of_rows(
         rows: the delta kernel's results, whose second numbers are delta.
     """
     sink = _sink(signature)
-    places = sinks.rows_of_call(signature, captured, lse, call.first_head, call.q_offset)
+    sink_rows = sinks.rows_of_call(signature, captured, lse, call.first_head, call.q_offset)
     logits = captured[sink.name].detach()
-    of_rows = -sinks.weights_of(logits, sink.dims, places, lse) * rows[..., 1]
-    found = sinks.gradient_of_rows(logits, sink.dims, places, of_rows)
-    gradients.add(sink.name, found)
+    row_gradients = -sinks.weights_of(logits, sink.dims, sink_rows, lse) * rows[..., 1]
+    sink_gradient = sinks.gradient_of_rows(logits, sink.dims, sink_rows, row_gradients)
+    gradients.add(sink.name, sink_gradient)
 
 
 def sink_sums_for(kernel: BoundKernel, q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The memory layouts that kernels can access, and those of results.
+"""The memory layouts that kernels can access, and the memory layouts of results.
 
 Kernels move 16 bytes at once where all addresses and strides are multiples of 16 bytes, and single
 elements elsewhere. TMA has further rules. Where a kernel cannot access a tensor, a sentence says
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import known
+from flashgen.calls.runtime.arguments.refusals import is_known
 from flashgen.shared.arch import facts, portable
 from flashgen.shared.dtypes import INT32_MAX
 
@@ -73,7 +73,7 @@ def path_for(arch: str, why: str, **tensors: Tensor) -> tuple[str, str]:
 def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor [batch, heads, seq, dim] with the axis order of ``model``.
 
-    For a model stored as [batch, seq, heads, dim] the result is stored likewise, as in torch's own
+    For a model stored as [batch, seq, heads, dim] the result is stored so too, as in torch's own
     attention, so that ``out.transpose(1, 2).flatten(2)`` copies nothing. Otherwise the result is
     contiguous. It is no view in either case: autograd forbids to modify views that a function
     returns.
@@ -81,7 +81,7 @@ def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Ten
     Args:
         model: a tensor [batch, heads, seq, any length].
         dim: the length of the result's last dimension.
-        dtype: that of the result; the model's if None.
+        dtype: the dtype of the result; the model's if None.
     """
     batch, heads, seq, _ = model.shape
     if rows_before_heads(model):
@@ -92,7 +92,7 @@ def empty_rows(model: Tensor, dim: int, dtype: torch.dtype | None = None) -> Ten
 
 def rows_before_heads(model: Tensor) -> bool:
     """True for a tensor stored [batch, seq, heads, dim]."""
-    return known(model.stride(1) < model.stride(2)) and not known(model.stride(1) == 0)
+    return is_known(model.stride(1) < model.stride(2)) and not is_known(model.stride(1) == 0)
 
 
 def in_memory_order_of(model: Tensor, result: Tensor) -> Tensor:

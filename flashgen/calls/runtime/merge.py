@@ -22,7 +22,7 @@ from flashgen.calls.runtime.bind_arguments import bind
 from flashgen.calls.runtime.bound_kernel import BoundKernel, KernelRun
 from flashgen.calls.runtime.memory_layout import empty_rows, rows_before_heads
 from flashgen.calls.runtime.programs import CallProgram, LaunchableKernel
-from flashgen.calls.sinks import logits_of, of_heads, rows_of_call
+from flashgen.calls.sinks import head_logits, logits_of, rows_of_call
 from flashgen.shared.call import DEFAULT_LAUNCH, CheckedCall, LaunchOptions
 from flashgen.shared.dtypes import dtype_name
 from flashgen.shared.split_choice import SPLITS_OF_GROUP
@@ -59,7 +59,7 @@ def merge(
         backend, arch: as in `flashgen.attention`.
 
     Returns:
-        out [batch, heads, rows, head_dim_v], with its axes ordered in memory as those of a part,
+        out [batch, heads, rows, head_dim_v], with the axis order of a part in memory,
         and lse [batch, heads, rows], float32.
 
     Raises:
@@ -101,9 +101,9 @@ def run_merge(
         _check_layout("merged", merged[0])
     from flashgen.kernels.pipeline import build_merge
 
-    given, out = (parts, results, merged, sink), results[0]
+    merge_tensors, out = (parts, results, merged, sink), results[0]
     kernel = build_merge(out.shape[3], dtype_name(out.dtype), target.arch)
-    return bind_merge(kernel, *given).run(target, tensors_of_merge(*given), launch)
+    return bind_merge(kernel, *merge_tensors).run(target, tensors_of_merge(*merge_tensors), launch)
 
 
 def tensors_of_merge(
@@ -135,7 +135,7 @@ def bind_merge(
     return bind(
         kernel,
         CheckedCall(batch, heads, heads, rows, 0, dim, dim, 0, 0, 1.0, {}),
-        # The strides of a part; those of an earlier result that there is not are never used.
+        # The strides of a part. Without an earlier result its strides are never used.
         {"o": out, "parts_o": parts_out[0], "merged_o": out if merged is None else merged[0]},
         numbers={
             "splits": len(parts_out),
@@ -174,11 +174,11 @@ class Splits:
         launch: LaunchOptions,
     ) -> KernelRun:
         """Writes the results over all keys and the sink."""
-        given = parts, results, *self._sink(captured, results[0])
+        merge_tensors = parts, results, *self._sink(captured, results[0])
         if self._merge is None:
             kernel = self._program.merge(self._target.arch)
-            self._merge = bind_merge(kernel, *given, run=self._call.run)
-        run = self._merge.timed(self._target, tensors_of_merge(*given), launch)
+            self._merge = bind_merge(kernel, *merge_tensors, run=self._call.run)
+        run = self._merge.timed(self._target, tensors_of_merge(*merge_tensors), launch)
         if self._signature.packed and self._signature.sink is not None:
             results[1].masked_fill_(rows_outside(captured, results[1].shape[2]), -math.inf)
         return run
@@ -196,7 +196,7 @@ class Splits:
             rows = rows_of_call(self._signature, captured, out, first_head, q_offset)
             return sink_as_result(out, logits_of(sink, argument.dims, rows)), None
         first, heads = self._call.first_head, self._call.heads_q
-        return None, of_heads(sink.float().reshape(-1), first, heads).expand(heads)
+        return None, head_logits(sink.float().reshape(-1), first, heads).expand(heads)
 
 
 def sink_as_result(out: Tensor, logits: Tensor) -> Results:
@@ -208,8 +208,8 @@ def sink_as_result(out: Tensor, logits: Tensor) -> Results:
 def _on_cpu(
     parts: Results, merged: Results | None, sink: Tensor | None, out_dtype: torch.dtype
 ) -> Results:
-    every = [*([] if merged is None else [merged]), *zip(*parts, strict=True)]
-    top = torch.stack([lse for _, lse in every]).amax(0)
+    results_of_parts = [*([] if merged is None else [merged]), *zip(*parts, strict=True)]
+    top = torch.stack([lse for _, lse in results_of_parts]).amax(0)
     logits = None if sink is None else sink[:, None].expand(top.shape)
     if logits is not None:
         top = torch.maximum(top, logits)
@@ -217,7 +217,7 @@ def _on_cpu(
     shift = top.masked_fill(top == -math.inf, 0.0)
     total = torch.zeros_like(top) if logits is None else (logits - shift).exp()
     out = empty_rows(parts[0][0], parts[0].shape[4]).zero_()
-    for part, lse in every:
+    for part, lse in results_of_parts:
         weight = (lse - shift).exp()
         total += weight
         out += torch.where((lse == -math.inf)[..., None], 0.0, part * weight[..., None])
@@ -228,15 +228,15 @@ def _on_cpu(
 def _check(
     parts_out: Tensor, parts_lse: Tensor, merged: Results | None, sink: Tensor | None
 ) -> None:
-    given = {"parts_out": parts_out, "parts_lse": parts_lse}
+    tensors = {"parts_out": parts_out, "parts_lse": parts_lse}
     if merged is not None:
-        given |= {"merged[0]": merged[0], "merged[1]": merged[1]}
-    for name, tensor in given.items():
+        tensors |= {"merged[0]": merged[0], "merged[1]": merged[1]}
+    for name, tensor in tensors.items():
         way_out = "results of a call whose spec is a partial one"
         check_is_tensor(name, tensor, way_out, f"argument {name} of merge")
     shape = tuple(parts_out.shape)
     wanted = {"parts_lse": shape[:-1], "merged[0]": shape[1:], "merged[1]": shape[1:-1]}
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         size, device = tuple(tensor.shape), parts_out.device
         wrong = size != wanted.get(name, size) or len(shape) != 5 or not shape[0]
         if wrong or tensor.dtype != torch.float32 or tensor.device != device:

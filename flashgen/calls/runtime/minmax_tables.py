@@ -65,11 +65,13 @@ class MinMaxTables:
     ) -> tuple[dict[str, Tensor | None], list[KernelRun]]:
         """Runs the kernels. Returns the tables by the names of kernels' pointers, and the runs."""
         tables: dict[str, Tensor | None] = {}
-        given, runs = pointers_of(captured), []
+        pointers, runs = pointers_of(captured), []
         for name, bound, model in self._kernels:
             table = torch.empty_like(model, memory_format=torch.contiguous_format)
             tables[name] = table
-            runs.append(bound.timed(target, {**given, name: table}, launch)._replace(table=table))
+            runs.append(
+                bound.timed(target, {**pointers, name: table}, launch)._replace(table=table)
+            )
         return tables, runs
 
 

@@ -9,7 +9,7 @@ import torch
 from flashgen.calls.runtime.arguments.refusals import (
     check_ascending,
     check_is_tensor,
-    known,
+    is_known,
     refuse,
 )
 from flashgen.shared.dtypes import POSITION_LIMIT
@@ -71,8 +71,8 @@ def page_table(
     if indices.shape[0]:
         # In 64 bits: the sums of a padded indptr may be anything.
         first = indptr.narrow(0, 0, counts.shape[0]).unsqueeze(1).long()
-        place = (first + column).clamp(0, indices.shape[0] - 1)
-        table = torch.where(inside, indices.take(place), table)
+        index = (first + column).clamp(0, indices.shape[0] - 1)
+        table = torch.where(inside, indices.take(index), table)
     lengths = torch.where(counts > 0, (counts - 1) * page_size + last_page_len, 0)
     return table, lengths.int()
 
@@ -85,8 +85,8 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pages: Any) -> None:
-    given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
-    for name, tensor in given.items():
+    tensors = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+    for name, tensor in tensors.items():
         way_out = f"torch.tensor({name}, dtype=torch.int32)"
         check_is_tensor(name, tensor, way_out, _WHERE.format(name))
         if tensor.dtype != torch.int32 or tensor.dim() != 1 or tensor.device != indptr.device:
@@ -96,7 +96,7 @@ def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pa
                 f"{tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}",
                 f"{name}.flatten().to(indptr.device, torch.int32)",
             )
-    if known(indptr.shape[0] != last_page_len.shape[0] + 1):
+    if is_known(indptr.shape[0] != last_page_len.shape[0] + 1):
         refuse(
             "indptr and last_page_len have different numbers of sequences",
             "arguments indptr and last_page_len of page_table",
@@ -106,7 +106,9 @@ def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pa
     for name, number, least in (("page_size", page_size, 1), ("max_pages", max_pages, 0)):
         none = name == "max_pages" and number is None
         whole = isinstance(number, int | torch.SymInt) and not isinstance(number, bool)
-        if not none and (not whole or known(number < least) or known(number > POSITION_LIMIT)):
+        if not none and (
+            not whole or is_known(number < least) or is_known(number > POSITION_LIMIT)
+        ):
             refuse(
                 f"{name} is not a whole number from {least} to {POSITION_LIMIT:,}",
                 _WHERE.format(name),
@@ -118,8 +120,10 @@ def _check(indptr: Any, indices: Any, last_page_len: Any, page_size: Any, max_pa
 def _check_contents(
     ends: list[int], indices: Tensor, last: list[int], page_size: int, max_pages: int | None
 ) -> None:
-    what = "the number of pages", f"{len(indices):,} indices"
-    counts = check_ascending("indptr", ends, len(indices), what, "pages", _WHERE.format("indptr"))
+    total_text = "the number of pages", f"{len(indices):,} indices"
+    counts = check_ascending(
+        "indptr", ends, len(indices), total_text, "pages", _WHERE.format("indptr")
+    )
     for b, (count, length) in enumerate(zip(counts, last, strict=True)):
         least, most = (1, page_size) if count else (0, 0)
         if not least <= length <= most:

@@ -1,4 +1,4 @@
-"""What the passes of a call share: how they begin, and what a prepared call keeps."""
+"""The part that all passes of a call share: how they begin, and what a prepared call keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashgen.shared import config
 from flashgen.shared.arch import DEFAULT_ARCH
 from flashgen.shared.call import DEFAULT_LAUNCH, CallOptions, CheckedCall, LaunchOptions, Operands
 from flashgen.shared.errors import PlanError
-from flashgen.shared.launch_facts import places_of_columns
+from flashgen.shared.launch_facts import column_ranges
 from flashgen.shared.paged import contiguous_call
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ CPU_REASON = "tiled algorithms on torch tensors: no kernel"
 
 
 class Setup(NamedTuple):
-    """How every pass of a call begins: what is computed, and where."""
+    """The beginning of every pass: the program, the checked call, its target and its options."""
 
     program: CallProgram
     call: CheckedCall
@@ -45,7 +45,7 @@ class Setup(NamedTuple):
     launch: LaunchOptions = DEFAULT_LAUNCH
 
     @classmethod
-    def of(
+    def for_call(
         cls,
         spec: AttentionSpec | CallProgram,
         operands: Operands,
@@ -66,7 +66,7 @@ class Setup(NamedTuple):
             SpecError: the spec has no derivatives.
             PlanError: the generation of the GPU is not supported.
         """
-        program = program_of(spec).of_dtype(getattr(operands.q, "dtype", None))
+        program = program_of(spec).with_dtype(getattr(operands.q, "dtype", None))
         if not forward:
             program.refuse_backward(alone=alone)
         call = check(program.signature, operands, options)
@@ -99,9 +99,9 @@ class Setup(NamedTuple):
             return ()
         dtype = self.program.signature.dtype
         assert dtype is not None, "that of a call"
-        given = program_of(spec).of_dtype(getattr(torch, dtype))
-        places = places_of_columns(dim, columns)
-        return tuple((given.of_columns(at.stop - at.start), at) for at in places)
+        whole_program = program_of(spec).with_dtype(getattr(torch, dtype))
+        ranges = column_ranges(dim, columns)
+        return tuple((whole_program.with_columns(part.stop - part.start), part) for part in ranges)
 
 
 class PreparedCall:
@@ -144,7 +144,7 @@ class PreparedCall:
         return Operands(q, k, v, (), rng), by_name
 
     def _named(self, captured: tuple[Tensor, ...], k: Tensor) -> dict[str, Tensor]:
-        """The captured tensors and those of a static block layout by name, contents checked."""
+        """The captured tensors and the tensors of a static block layout, by name, checked."""
         by_name = named(self.signature, captured)
         check_contents(self.signature, by_name, self.call, k)
         return by_name | self._layout
@@ -257,8 +257,8 @@ class DerivativeOutcome(NamedTuple):
     build_seconds: float = 0.0
 
     @classmethod
-    def of_parts(cls, parts: Sequence[DerivativeOutcome]) -> DerivativeOutcome:
-        """That of a call from those of the calls that compute some columns of V each."""
+    def from_parts(cls, parts: Sequence[DerivativeOutcome]) -> DerivativeOutcome:
+        """The outcome of a call from the outcomes of calls that compute some columns of V each."""
         launches = tuple(run for part in parts for run in part.launches)
         copies = tuple(dict.fromkeys(text for part in parts for text in part.copies))
         return parts[0]._replace(launches=launches, copies=copies)
@@ -266,7 +266,7 @@ class DerivativeOutcome(NamedTuple):
     def reports(self) -> tuple[Report, ...]:
         """One per launch; one without a kernel where nothing was launched."""
         target, launches = self.call.target, self.launches
-        ran = Report(
+        report = Report(
             target.backend if launches else "none",
             target.arch,
             16 if launches and self.reason is not CPU_REASON else 0,
@@ -277,13 +277,14 @@ class DerivativeOutcome(NamedTuple):
         ranges = ranges_of(self.call.call, self.call.signature)
         return tuple(
             replace(
-                ran.of_run(*run), integers="" if run.build is None else run.build.integers(ranges)
+                report.for_run(*run),
+                integers="" if run.build is None else run.build.integers(ranges),
             )
             for run in launches
-        ) or (ran,)
+        ) or (report,)
 
 
-def places_of(parts: Sequence[PreparedCall]) -> Iterator[slice]:
+def columns_of_parts(parts: Sequence[PreparedCall]) -> Iterator[slice]:
     """The columns of V of each of several calls."""
     first = 0
     for part in parts:

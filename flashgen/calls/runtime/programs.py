@@ -1,7 +1,7 @@
-"""What runs the calls of one spec: its signature, its target, and its compiled kernels.
+"""The programs that run the calls of one spec: signature, target, and compiled kernels.
 
 The runtime asks a `CallProgram` for all of it. The program of an AttentionSpec plans and compiles
-kernels when they are first needed; that of an export has them in files.
+kernels when they are first needed; the program of an export has them in files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LaunchableKernel(Protocol):
     @property
     def binary(self) -> Binary: ...
     def blocks(
-        self, work_tiles: int, sms: int | None = None, given: int | None = None
+        self, work_tiles: int, sms: int | None = None, requested: int | None = None
     ) -> LaunchBlocks:
         """The blocks of a launch, as `flashgen.shared.launch_facts.LaunchRules.blocks_of`."""
 
@@ -53,13 +53,13 @@ class LaunchableKernel(Protocol):
 
 
 class ForwardRequest(NamedTuple):
-    """What the choice of a forward kernel depends on.
+    """The facts on which the choice of a forward kernel depends.
 
     Attributes:
         arch: the architecture whose kernels can read the operands.
         access_bytes: 16, or the operand size in bytes.
         call: the checked call.
-        captured: the captured tensors by name, including those of a block layout.
+        captured: the captured tensors by name, including the tensors of a block layout.
         launch: the options of planning, with tuned tiles.
         ranges: the values that integers of mask and score are made of.
     """
@@ -73,7 +73,7 @@ class ForwardRequest(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What makes a call one of a variant of its spec, in constants of a traced graph.
+    """The variant of a spec that a call needs, in constants of a traced graph.
 
     Attributes:
         dtype: the dtype of autocast; None outside of it, and where the spec has no dtype.
@@ -89,7 +89,7 @@ class Variant(NamedTuple):
 
 
 class CallProgram(abc.ABC):
-    """What runs the calls of one spec or of one of its variants."""
+    """A program that runs the calls of one spec or of one of its variants."""
 
     @property
     @abc.abstractmethod
@@ -105,7 +105,7 @@ class CallProgram(abc.ABC):
     def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
         """The backend, architecture and device of a call, as `target_of`."""
 
-    def of_dtype(self, dtype: object) -> CallProgram:
+    def with_dtype(self, dtype: object) -> CallProgram:
         """The program for calls whose q has this dtype, where the spec has none of its own."""
         return self
 
@@ -165,7 +165,7 @@ class CallProgram(abc.ABC):
         """
         return self.signature.head_dim_v
 
-    def of_columns(self, columns: int) -> CallProgram:
+    def with_columns(self, columns: int) -> CallProgram:
         """The program of calls with so many columns of V."""
         raise NotImplementedError("the kernels of this program compute all columns at once")
 
@@ -243,7 +243,7 @@ class SpecProgram(CallProgram):
     def target(self, backend: str | None, arch: str | None, device: torch.device) -> Target:
         return target_of(backend, arch, device)
 
-    def of_dtype(self, dtype: object) -> CallProgram:
+    def with_dtype(self, dtype: object) -> CallProgram:
         from flashgen.spec.language.signature import with_dtype
 
         name = dtype_name(dtype)
@@ -257,7 +257,7 @@ class SpecProgram(CallProgram):
         return program_of(without_dropout(self.spec))
 
     @property
-    def _of_others(self) -> AttentionSpec:
+    def _spec_of_others(self) -> AttentionSpec:
         """The spec whose kernels are all but the forward kernel."""
         from flashgen.spec.language.signature import returning_maxima
 
@@ -317,9 +317,9 @@ class SpecProgram(CallProgram):
 
             fixed = which in ("deterministic", "tangent")
             backward = which != "forward"
-            found = path_of_layout(self.spec, arch, backward=backward, deterministic=fixed)
-            if found is not None:
-                return Decision(found.arch, found.why)
+            layout_path = path_of_layout(self.spec, arch, backward=backward, deterministic=fixed)
+            if layout_path is not None:
+                return Decision(layout_path.arch, layout_path.why)
         if self.spec.kv_dtype is not None and portable(arch) != arch:
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(arch), why)
@@ -333,18 +333,22 @@ class SpecProgram(CallProgram):
         `columns_of_launch`."""
         from flashgen.kernels.planner import columns_of_launch
 
-        spec = self.spec if which == "forward" else self._of_others
+        spec = self.spec if which == "forward" else self._spec_of_others
         if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
             return Decision(arch, "")
-        own = columns_of_launch(spec, arch, which, tangents=tangents)
-        if own.columns == spec.head_dim_v:
+        arch_choice = columns_of_launch(spec, arch, which, tangents=tangents)
+        if arch_choice.columns == spec.head_dim_v:
             return Decision(arch, "")
-        other = columns_of_launch(spec, portable(arch), which, tangents=tangents)
-        if other.cost >= own.cost:
+        portable_choice = columns_of_launch(spec, portable(arch), which, tangents=tangents)
+        if portable_choice.cost >= arch_choice.cost:
             return Decision(arch, "")
-        held = f"{own.columns} columns of v at once" if own.columns else "no part of v"
-        less = f"those of {portable(arch)} take less time"
-        return Decision(portable(arch), f"tiles of the path {arch} hold {held}, and {less}")
+        held_columns = (
+            f"{arch_choice.columns} columns of v at once" if arch_choice.columns else "no part of v"
+        )
+        comparison = f"those of {portable(arch)} take less time"
+        return Decision(
+            portable(arch), f"tiles of the path {arch} hold {held_columns}, and {comparison}"
+        )
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -354,31 +358,31 @@ class SpecProgram(CallProgram):
         if launch.tiles:
             return self.signature.head_dim_v
         path = self.path_of_pass(target, which, tangents)
-        spec = self.spec if which == "forward" else self._of_others
-        found = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
-        return found.columns or self.signature.head_dim_v
+        spec = self.spec if which == "forward" else self._spec_of_others
+        choice = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
+        return choice.columns or self.signature.head_dim_v
 
-    def of_columns(self, columns: int) -> CallProgram:
+    def with_columns(self, columns: int) -> CallProgram:
         from flashgen.spec.language.signature import with_columns
 
         return program_of(with_columns(self.spec, columns))
 
     def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
-        return remembered(self._of_others, arch, which, call, index)
+        return remembered(self._spec_of_others, arch, which, call, index)
 
     def forward(self, request: ForwardRequest) -> tuple[LaunchableKernel, str]:
         from flashgen.kernels.pipeline import built
         from flashgen.kernels.planner import PlanRequest, plan_forward
 
         launch, tile = request.launch, request.launch.tiles.get("forward")
-        asked = PlanRequest(
+        plan_request = PlanRequest(
             self.spec, request.arch, launch.sram, access_bytes=request.access_bytes, tile=tile
         )
-        heads = heads_of_call(self.spec, plan_forward(asked), request.call, request.captured)
-        asked = replace(asked, heads_per_tile=heads.heads)
+        heads = heads_of_call(self.spec, plan_forward(plan_request), request.call, request.captured)
+        plan_request = replace(plan_request, heads_per_tile=heads.heads)
         if tile is None:
-            asked = replace(asked, few_rows=heads.few_rows, unpaired=heads.unpaired)
-        return built(asked, request.ranges)[0], heads.reason
+            plan_request = replace(plan_request, few_rows=heads.few_rows, unpaired=heads.unpaired)
+        return built(plan_request, request.ranges)[0], heads.reason
 
     def backward(
         self,
@@ -392,7 +396,7 @@ class SpecProgram(CallProgram):
         from flashgen.kernels.pipeline import build_backward
 
         return build_backward(
-            self._of_others,
+            self._spec_of_others,
             arch,
             sram=launch.sram,
             deterministic=deterministic,
@@ -410,10 +414,10 @@ class SpecProgram(CallProgram):
 
         rows = 1 << max(seq_q - 1, 0).bit_length()  # a power of two, so that kernels are few
         few, tiles = rows if rows < MANY_ROWS else 0, tuple(sorted(launch.tiles.items()))
-        asked = BackwardPlanRequest(
-            self._of_others, arch, launch.sram, tiles=tiles, alone=which, few_rows=few
+        plan_request = BackwardPlanRequest(
+            self._spec_of_others, arch, launch.sram, tiles=tiles, alone=which, few_rows=few
         )
-        return built(asked, ranges)
+        return built(plan_request, ranges)
 
     def tangent(
         self, arch: str, names: tuple[str, ...], launch: LaunchOptions, ranges: CallRanges
@@ -422,7 +426,7 @@ class SpecProgram(CallProgram):
 
         tile = launch.tiles.get("tangent")
         return build_tangent(
-            self._of_others, arch, names, sram=launch.sram, tile=tile, ranges=ranges
+            self._spec_of_others, arch, names, sram=launch.sram, tile=tile, ranges=ranges
         )
 
     def moves(self, names: tuple[str, ...]) -> bool:
@@ -433,15 +437,15 @@ class SpecProgram(CallProgram):
     def minmax_tables(self, arch: str) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import build_minmax_tables
 
-        return build_minmax_tables(self._of_others, arch)
+        return build_minmax_tables(self._spec_of_others, arch)
 
     def merge(self, arch: str) -> LaunchableKernel:
         from flashgen.kernels.pipeline import build_merge
 
         signature = self.signature
         assert signature.out_dtype is not None  # kernels are made for one dtype
-        of_out = signature.head_dim_v, signature.out_dtype
-        return build_merge(*of_out, arch, splits=True, normalize=signature.normalize)
+        output_columns = signature.head_dim_v, signature.out_dtype
+        return build_merge(*output_columns, arch, splits=True, normalize=signature.normalize)
 
 
 def program_of(spec: AttentionSpec | CallProgram) -> CallProgram:

@@ -66,7 +66,7 @@ class Report:
     columns: int = 0
     others: tuple[Report, ...] = ()
 
-    def of_run(
+    def for_run(
         self, kernel: Any, counters: Any, seconds: float, table: Tensor | None = None
     ) -> Report:
         """The report of another kernel of the call: the fields of a `KernelRun` in their places."""

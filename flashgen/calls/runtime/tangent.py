@@ -27,7 +27,7 @@ from flashgen.calls.runtime.prepared_call import (
     DerivativeOutcome,
     PreparedCall,
     Setup,
-    places_of,
+    columns_of_parts,
     without_autocast,
 )
 from flashgen.calls.runtime.programs import CallProgram
@@ -75,57 +75,64 @@ class PreparedTangent(PreparedCall):
         is_tiled = self.target.backend == "tiled"
         if self.call.is_empty or not (self._moves or is_tiled):
             reason = EMPTY if self.call.is_empty else SINK_ALONE
-            return *self._of_sink(operands, results, tangents), DerivativeOutcome(self, reason)
+            sink_tangents = self._sink_tangents(operands, results, tangents)
+            return *sink_tangents, DerivativeOutcome(self, reason)
         operands, by_name = self._read(operands)
         if is_tiled:
             return self._on_cpu(operands, results, tangents, by_name)
         q, k, v, _, rng = operands
-        of_out = empty_rows(q, v.shape[3])
-        of_lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
+        out_tangent = empty_rows(q, v.shape[3])
+        lse_tangent = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.signature.packed:
-            of_out.zero_()  # kernels do not write rows outside all sequences
+            out_tangent.zero_()  # kernels do not write rows outside all sequences
         scaled, factor = self._scaled(tangents)
         read: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "o": out}
         read |= {f"{name}_tangent": getattr(scaled, name) for name in OPERANDS}
         copies = _readable(read)
-        moved = self.signature.tangent_names
-        given = zip(self.signature.learned, scaled.captured, strict=False)
-        by_name |= {moved[x.name]: each for x, each in given if each is not None}
+        names = self.signature.tangent_names
+        learned_tangents = zip(self.signature.learned, scaled.captured, strict=False)
+        by_name |= {
+            names[x.name]: learned_tangent
+            for x, learned_tangent in learned_tangents
+            if learned_tangent is not None
+        }
         tensors: dict[str, Tensor | None] = {
             **read,
             "lse": lse.contiguous(),
-            "o_tangent": of_out,
-            "lse_tangent": of_lse,
+            "o_tangent": out_tangent,
+            "lse_tangent": lse_tangent,
             "rng": rng,
             **pointers_of(by_name),
         }
         bound, tables, reason = self._bind(tensors, by_name)
-        made, done = tables.run(self.target, by_name, self.launch)
-        tensors |= made
-        done.append(bound.timed(self.target, tensors, self.launch))
+        table_tensors, runs = tables.run(self.target, by_name, self.launch)
+        tensors |= table_tensors
+        runs.append(bound.timed(self.target, tensors, self.launch))
         built, self._built = self._built, 0.0
         if factor is not None:
-            of_out.mul_(factor)
-            of_lse.mul_(factor)
-        return of_out, of_lse, DerivativeOutcome(self, reason, tuple(done), copies, built)
+            out_tangent.mul_(factor)
+            lse_tangent.mul_(factor)
+        return out_tangent, lse_tangent, DerivativeOutcome(self, reason, tuple(runs), copies, built)
 
-    def _of_sink(
+    def _sink_tangents(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
     ) -> tuple[Tensor, Tensor]:
-        """The tangents where nothing moves but the sink, whose share of each row is known."""
+        """The tangents where the sink alone has one: the share of the sink in a row is known."""
         q, captured, (out, lse) = operands.q, operands.captured, results
         signature, sink = self.signature, self.signature.sink
         learned = zip(signature.learned, tangents.captured, strict=False)
-        given = next((x for of, x in learned if sink and of.name == sink.name), None)
-        of_out, of_lse = empty_rows(q, out.shape[3]).zero_(), torch.zeros_like(lse)
-        if sink is None or given is None:
-            return of_out, of_lse
+        sink_tangent = next(
+            (x for argument, x in learned if sink and argument.name == sink.name), None
+        )
+        out_tangent, lse_tangent = empty_rows(q, out.shape[3]).zero_(), torch.zeros_like(lse)
+        if sink is None or sink_tangent is None:
+            return out_tangent, lse_tangent
         by_name, call = named(signature, captured), self.call
         rows = sinks.rows_of_call(signature, by_name, q, call.first_head, call.q_offset)
         share = sinks.weights_of(by_name[sink.name].detach(), sink.dims, rows, lse)
-        way = sinks.logits_of(given, sink.dims, rows)
-        of_lse = (share * way).masked_fill_(share == 0, 0)
-        return of_out.sub_(of_lse[..., None] * out), of_lse
+        logit_tangents = sinks.logits_of(sink_tangent, sink.dims, rows)
+        lse_tangent = (share * logit_tangents).masked_fill_(share == 0, 0)
+        return out_tangent.sub_(lse_tangent[..., None] * out), lse_tangent
 
     def _on_cpu(
         self,
@@ -140,21 +147,23 @@ class PreparedTangent(PreparedCall):
         q, k, v, _, rng = operands
         with without_autocast():
             arguments = self._tile_arguments(by_name, rng, backward=True)
-            of_out, of_lse = cpu.tangent(self.spec, q, k, v, results, tangents, arguments)
-            of_out = in_memory_order_of(q, of_out.to(q.dtype))
+            out_tangent, lse_tangent = cpu.tangent(self.spec, q, k, v, results, tangents, arguments)
+            out_tangent = in_memory_order_of(q, out_tangent.to(q.dtype))
         run = KernelRun(None, None, time.perf_counter() - start)
-        return of_out, of_lse, DerivativeOutcome(self, CPU_REASON, (run,))
+        return out_tangent, lse_tangent, DerivativeOutcome(self, CPU_REASON, (run,))
 
     def _scaled(self, tangents: Tangents) -> tuple[Tangents, Tensor | None]:
-        """The tangents, those of a float16 call divided by a power of two, and this power.
+        """The tangents, in a float16 call divided by a power of two, and this power.
 
-        Results are linear in all tangents together. The largest of them is then about 1: products
+        Results are linear in all tangents together. The largest tangent is then about 1: products
         with V are of float16 numbers, which would overflow, or lose their bits.
         """
         if self.signature.dtype != "float16":
             return tangents, None
-        given = [each for each in (*tangents[:3], *tangents.captured) if each is not None]
-        most = torch.stack([each.detach().abs().amax().float() for each in given]).amax()
+        present = [
+            tangent for tangent in (*tangents[:3], *tangents.captured) if tangent is not None
+        ]
+        most = torch.stack([tangent.detach().abs().amax().float() for tangent in present]).amax()
         usable = (most > 0) & (most < float("inf"))
         power = torch.exp2(torch.floor(torch.log2(torch.where(usable, most, 1.0))))
 
@@ -173,9 +182,9 @@ class PreparedTangent(PreparedCall):
         arch, why = memory_layout.path_for(self._open_arch, self._open_why, **present)
         key = (arch, *(tensor.stride() for tensor in present.values()))
         key += (*tensors["o"].stride(), *(t.stride() for t in captured.values()))  # type: ignore[union-attr]
-        found = self._bound.get(key)
-        if found is not None:
-            return found
+        bound_tables = self._bound.get(key)
+        if bound_tables is not None:
+            return bound_tables
         start = time.perf_counter()
         launch, signature = self.launch, self.signature
         self._kernel_arch = arch
@@ -188,8 +197,8 @@ class PreparedTangent(PreparedCall):
             why = f"the kernel of tangents is of path {build.facts.path}"
         bound = bind(build, self.call, tensors, captured, packed=signature.packed)
         tables = MinMaxTables(self.program, self.target.arch, captured, (bound,))
-        self._bound[key] = found = bound, tables, why
-        return found
+        self._bound[key] = bound_tables = bound, tables, why
+        return bound_tables
 
 
 TangentCall = PreparedTangent | ChosenPass
@@ -209,25 +218,25 @@ class TangentInParts(PreparedTangent):
     def run(
         self, operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents
     ) -> tuple[Tensor, Tensor, DerivativeOutcome]:
-        of_out = empty_rows(operands.q, self.call.head_dim_v)
-        of_rows: list[Tensor] = []
+        out_tangent = empty_rows(operands.q, self.call.head_dim_v)
+        lse_tangents: list[Tensor] = []
         records: list[DerivativeOutcome] = []
-        for part, at in zip(self._parts, places_of(self._parts), strict=True):
-            of_out[..., at], of_lse, record = part.run(
-                *_of_columns(operands, results, tangents, at)
+        for part, columns in zip(self._parts, columns_of_parts(self._parts), strict=True):
+            out_tangent[..., columns], lse_tangent, record = part.run(
+                *_arguments_of_columns(operands, results, tangents, columns)
             )
-            of_rows.append(of_lse)
+            lse_tangents.append(lse_tangent)
             records.append(record)
-        return of_out, of_rows[0], DerivativeOutcome.of_parts(records)
+        return out_tangent, lse_tangents[0], DerivativeOutcome.from_parts(records)
 
 
-def _of_columns(
-    operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents, at: slice
+def _arguments_of_columns(
+    operands: Operands, results: tuple[Tensor, Tensor], tangents: Tangents, columns: slice
 ) -> tuple[Operands, tuple[Tensor, Tensor], Tangents]:
     """The arguments of a call for some columns of V and of the output."""
-    (out, lse), of_v = results, tangents.v
-    moving = tangents._replace(v=None if of_v is None else of_v[..., at])
-    return operands._replace(v=operands.v[..., at]), (out[..., at], lse), moving
+    (out, lse), v_tangent = results, tangents.v
+    moving = tangents._replace(v=None if v_tangent is None else v_tangent[..., columns])
+    return operands._replace(v=operands.v[..., columns]), (out[..., columns], lse), moving
 
 
 def _readable(read: dict[str, Tensor | None]) -> tuple[str, ...]:
@@ -252,7 +261,7 @@ def names_of(signature: CallSignature, tangents: Tangents) -> tuple[str, ...]:
     learned = zip(signature.learned, tangents.captured, strict=False)
     return (
         *(name for name in OPERANDS if getattr(tangents, name) is not None),
-        *(tensor.name for tensor, given in learned if given is not None),
+        *(tensor.name for tensor, tangent in learned if tangent is not None),
     )
 
 
@@ -271,15 +280,15 @@ def prepare(
         SpecError: the spec has no derivatives.
         PlanError: the generation of the GPU is not supported.
     """
-    setup = Setup.of(spec, operands, options, launch)
+    setup = Setup.for_call(spec, operands, options, launch)
     signature = setup.program.signature
     check_tangents(signature, operands, tangents)
     if signature.choice is not None:
         return ChosenPass(setup, operands, options, prepare)
     names = names_of(signature, tangents)
-    places = setup.parts(spec, "tangent", names) if setup.program.moves(names) else ()
+    column_parts = setup.parts(spec, "tangent", names) if setup.program.moves(names) else ()
     parts = [
-        prepare(part, *_of_columns(operands, results, tangents, at), options, launch)
-        for part, at in places
+        prepare(part, *_arguments_of_columns(operands, results, tangents, columns), options, launch)
+        for part, columns in column_parts
     ]
     return TangentInParts(setup, names, parts) if parts else PreparedTangent(setup, names)

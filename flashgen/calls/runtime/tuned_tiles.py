@@ -83,14 +83,14 @@ def remembered(
     root = config.cache_dir()
     if root is None or not (root / TUNED).is_dir() or usable_root() is None:
         return {}
-    winner = read(place(root, gpu_name(index), spec, arch, which, call))
+    winner = read(tiles_file(root, gpu_name(index), spec, arch, which, call))
     if winner is None or not _is_possible(spec, arch, which, winner.tiles):
         return {}
     config.log(1, f"flashgen: {spec.name}, {which}: tuned tiles, {winner.tiles}")
     return winner.tiles
 
 
-def place(
+def tiles_file(
     root: Path, gpu: str, spec: AttentionSpec, arch: str, which: str, call: CheckedCall
 ) -> Path:
     """The file of tuned tiles.

@@ -33,20 +33,20 @@ class Decision:
     Attributes:
         arch: the architecture that kernels are compiled for, which names the path.
         why: the reason, in words.
-        settled: whether the decision holds for all later calls of the process.
+        is_final: whether the decision holds for all later calls of the process.
     """
 
     arch: str
     why: str
-    settled: bool = True
+    is_final: bool = True
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known about a path: passed, failed, or None where it has not been tried.
+    """The state of a path: passed, failed, or None where it has not been tried.
 
     Attributes:
-        why: what proved it, what failed, or why it was not tried.
+        why: the proof, the failure, or why the path was not tried.
     """
 
     passed: bool | None
@@ -74,16 +74,16 @@ def decide(
         PlanError: the generation of the GPU is not supported.
         CompileError: NVRTC is missing.
     """
-    known = _decided.get((driver, index))
-    if known is not None:
-        return known
+    decision = _decided.get((driver, index))
+    if decision is not None:
+        return decision
     with _guard:  # threads wait for the trial of the first one
-        known = _decided.get((driver, index))
-        if known is None:
-            known = _chosen(gpu_facts(index, driver=driver), capturing())
-            if known.settled:
-                _decided[driver, index] = known
-        return known
+        decision = _decided.get((driver, index))
+        if decision is None:
+            decision = _chosen(gpu_facts(index, driver=driver), capturing())
+            if decision.is_final:
+                _decided[driver, index] = decision
+        return decision
 
 
 def forget() -> None:
@@ -94,20 +94,20 @@ def forget() -> None:
 
 
 def standing(gpu: Gpu, arch: str) -> Standing:
-    """What records and earlier trials say about a path, without a trial.
+    """The standing of a path by records and earlier trials, without a trial.
 
-    A failure on this machine counts more than a record, which is of another one.
+    A failure on this machine counts more than a record, which is of another machine.
     """
     subject = subject_of(gpu, arch)
-    found = verdicts.read(subject)
-    if verdicts.is_proven(subject) and (found is None or found.passed):
+    verdict = verdicts.read(subject)
+    if verdicts.is_proven(subject) and (verdict is None or verdict.passed):
         return Standing(True, f"{arch} is proven on {gpu.name} by flashgen's records")
-    if found is None:
+    if verdict is None:
         return Standing(None, f"{arch} has not been tried on this GPU")
-    return _of_verdict(subject, found)
+    return _standing_by_verdict(subject, verdict)
 
 
-def _of_verdict(subject: Subject, verdict: PathVerdict) -> Standing:
+def _standing_by_verdict(subject: Subject, verdict: PathVerdict) -> Standing:
     if verdict.passed:
         return Standing(True, f"{subject.arch} passed on this GPU, driver and compiler")
     return Standing(False, f"{subject.arch} failed on this GPU: {verdict.failure}")
@@ -120,29 +120,29 @@ def _chosen(gpu: Gpu, capturing: bool) -> Decision:
     if mode == "never":
         return _by_records(gpu, paths)
     hindrance = _hindrance(gpu, capturing)
-    found: dict[str, Standing] = {}
+    standings: dict[str, Standing] = {}
     for arch in paths:
-        here = standing(gpu, arch)
-        if here.passed is None and hindrance is not None:
-            here = Standing(None, f"{here.why}: {hindrance.why}")
-        elif here.passed is None:
-            here = attempt(gpu, arch)
-        found[arch] = here
-        if here.passed:
+        path_standing = standing(gpu, arch)
+        if path_standing.passed is None and hindrance is not None:
+            path_standing = Standing(None, f"{path_standing.why}: {hindrance.why}")
+        elif path_standing.passed is None:
+            path_standing = attempt(gpu, arch)
+        standings[arch] = path_standing
+        if path_standing.passed:
             break
-    why = "; ".join(each.why for each in found.values())
-    untried = [arch for arch, each in found.items() if each.passed is None]
+    why = "; ".join(tried.why for tried in standings.values())
+    untried = [arch for arch, tried in standings.items() if tried.passed is None]
     temporary = hindrance is not None and hindrance.temporary and bool(untried)
-    if not here.passed:
+    if not path_standing.passed:
         if not untried:
             raise _every_path_failed(gpu, why)
         arch = untried[-1]
         why += f"; {arch} is taken untried"
-    if not temporary and (len(found) > 1 or not here.passed):
-        failed = any(each.passed is False for each in found.values())
+    if not temporary and (len(standings) > 1 or not path_standing.passed):
+        failed = any(tried.passed is False for tried in standings.values())
         report = ". Please report the output of `flashgen doctor --json`" if failed else ""
         _warn(f"the code path {arch} is taken on {gpu.name}: {why}{report}")
-    return Decision(arch, why, settled=not temporary)
+    return Decision(arch, why, is_final=not temporary)
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def attempt(gpu: Gpu, arch: str) -> Standing:
     name = f"trust-{subject.key}"
     begin = time.monotonic()
     with nullcontext(True) if root is None else cache.locked(root, name, 2 * trial.SECONDS):
-        found = verdicts.read(subject)
-        if found is not None:
-            return _of_verdict(subject, found)
+        verdict = verdicts.read(subject)
+        if verdict is not None:
+            return _standing_by_verdict(subject, verdict)
         if time.monotonic() - begin > 1:
             why = "another process has just tried it without a result"
             return Standing(None, f"{arch} has not been tried: {why}; {DOCTOR}")
@@ -203,7 +203,7 @@ def _tried(gpu: Gpu, subject: Subject) -> Standing:
         return Standing(None, f"{why}; {DOCTOR}")
     _tell(f"{arch} {'passed' if verdict.passed else 'failed'} {took}")
     verdicts.write(subject, verdict)
-    return _of_verdict(subject, verdict)
+    return _standing_by_verdict(subject, verdict)
 
 
 def verdict_of(ended: trial.Ended) -> PathVerdict | None:

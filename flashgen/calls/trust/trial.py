@@ -42,10 +42,10 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child process did.
+    """The end of a child process.
 
     Attributes:
-        events: what it wrote, in order.
+        events: the events that it wrote, in order.
         reason: why it did not run to its end, in words; "" where it did.
         out_of_time: whether it was stopped because its whole time was over.
     """
@@ -66,11 +66,11 @@ class Ended:
 
 
 def command(arch: str, device: int, *options: str) -> list[str]:
-    """The command of a child process. Options are those of `flashgen.tools.doctor.child`."""
+    """The command of a child process. `flashgen.tools.doctor.child` has the options."""
     # Without -P, modules in the current folder would replace installed ones.
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    given = ["--arch", arch, "--device", str(device), *options]
-    return [sys.executable, *safe, "-m", "flashgen.tools.doctor.child", *given]
+    arguments = ["--arch", arch, "--device", str(device), *options]
+    return [sys.executable, *safe, "-m", "flashgen.tools.doctor.child", *arguments]
 
 
 def run(
@@ -131,24 +131,24 @@ def run(
 def _event(line: bytes) -> Event | None:
     """An event, or None for a line that is cut short or that something else has printed."""
     try:
-        found = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and "event" in found else None
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 def _lines(stream: IO[bytes]) -> queue.SimpleQueue[bytes | None]:
     """The lines of a pipe, then None, read by a thread so that waiting for one can time out."""
-    found: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read() -> None:
         with stream:
             for line in stream:
-                found.put(line)
-        found.put(None)
+                lines.put(line)
+        lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    return found
+    return lines
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

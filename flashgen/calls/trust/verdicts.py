@@ -1,4 +1,4 @@
-"""Verdicts on code paths: those in flashgen's records, and those of trials on this machine.
+"""Verdicts on code paths, in flashgen's records and from trials on this machine.
 
 ::
 
@@ -28,7 +28,7 @@ PROVEN = Path(__file__).with_name("proven.json")
 
 @dataclass(frozen=True)
 class Subject:
-    """What a verdict is about: one code path on one model of GPU, with what made its kernels.
+    """The subject of a verdict: a code path on a model of GPU, with the makers of its kernels.
 
     Attributes:
         gpu: the model, such as "NVIDIA H200".
@@ -91,7 +91,7 @@ def is_proven(subject: Subject) -> bool:
 @functools.cache
 def _proven(file: Path) -> frozenset[tuple[str, str, str]]:
     entries = json.loads(file.read_text(encoding="utf-8"))["proven"]
-    return frozenset((each["gpu"], each["arch"], each["templates"]) for each in entries)
+    return frozenset((entry["gpu"], entry["arch"], entry["templates"]) for entry in entries)
 
 
 _in_memory: dict[str, PathVerdict] = {}
@@ -100,7 +100,7 @@ _in_memory: dict[str, PathVerdict] = {}
 
 def read(subject: Subject) -> PathVerdict | None:
     """The remembered verdict; None where there is none or, with a CacheWarning, a damaged one."""
-    path = _place(subject)
+    path = _verdict_file(subject)
     if path is None or not path.exists():
         return _in_memory.get(subject.key)
     try:
@@ -116,7 +116,7 @@ def read(subject: Subject) -> PathVerdict | None:
 
 def write(subject: Subject, verdict: PathVerdict) -> None:
     """Keeps a verdict on disk, or where that is impossible in this process."""
-    path, hindrance = _place(subject), None
+    path, hindrance = _verdict_file(subject), None
     if path is not None:
         record = to_plain(_StoredVerdict(subject, verdict.failure))
         hindrance = replace_text(path, json.dumps(record, indent=1) + "\n")
@@ -132,6 +132,6 @@ def forget() -> None:
     _in_memory.clear()
 
 
-def _place(subject: Subject) -> Path | None:
+def _verdict_file(subject: Subject) -> Path | None:
     root = usable_root()
     return None if root is None else root / TRUST / f"{subject.arch}.{subject.key}.json"

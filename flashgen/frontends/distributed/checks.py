@@ -21,10 +21,10 @@ from flashgen.calls.runtime.arguments.call import Call, check, check_contents
 from flashgen.calls.runtime.arguments.options import (
     check_names,
     draw_rng,
+    is_deterministic,
     new_rng,
     probability_of,
     refuse_return_lse,
-    settled,
     state_of,
 )
 from flashgen.calls.runtime.arguments.positions import offset_of
@@ -112,7 +112,7 @@ def checked(
     by_name: dict[str, Any] = {"q": q, "k": k, "v": v}
     check_local({**by_name, **captures})
     _check_kinds(op, by_name)
-    program = program_of(op.spec).of_dtype(q.dtype)
+    program = program_of(op.spec).with_dtype(q.dtype)
     assert isinstance(program, SpecProgram), "that of a spec"
     op, signature = operator(program.spec), program.signature
     captures = dict(with_layout(signature, captures))
@@ -131,7 +131,7 @@ def checked(
     options = options._replace(
         q_offset=q_offset,
         k_offset=k_offset,
-        deterministic=settled(options.deterministic),
+        deterministic=is_deterministic(options.deterministic),
         dropout_p=probability_of(options.dropout_p),
     )
     if options.dropout_p and rng is None:
@@ -142,7 +142,7 @@ def checked(
     lengths = queries.length, keys.length, keys.length
     q, k, v = (zeros_of_length(x, 2, length) for x, length in zip((q, k, v), lengths, strict=True))
     zeros = {n: zeros_of_length(captures[n], dim, s.length) for n, (dim, s) in sharded.items()}
-    call = Call.of(
+    call = Call.from_arguments(
         program,
         lambda *fields: program_of(program.variant(Variant(*fields))),
         Operands(q, k, v, (), rng),

@@ -129,7 +129,7 @@ def banner(
 def _made_again(spec: AttentionSpec, plan: Plan, appends: str) -> str:
     """The command or the expression that emits this file."""
     if plan.kernel == "merge":
-        splits = ", splits=True" if plan.of_splits else ""
+        splits = ", splits=True" if plan.merges_splits else ""
         of_out = f'{plan.head_dim_v}, "{plan.dtype}", "{plan.arch}"{splits}'
         return f"flashgen.kernels.pipeline.build_merge({of_out})"
     if plan.kernel == "add_rows":

@@ -171,8 +171,8 @@ def params_of(
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.split and not spec.folds:
         params[-1] = Param("o", "float*", _OF_SPLITS.format(_SHAPES["o"][1:]))
-        of_splits = (replace(each, what=_OF_SPLITS.format(each.what[1:])) for each in rows)
-        rows = (*of_splits, *_SPLITS, *((_RUN,) if spec.runs else ()))
+        merges_splits = (replace(each, what=_OF_SPLITS.format(each.what[1:])) for each in rows)
+        rows = (*merges_splits, *_SPLITS, *((_RUN,) if spec.runs else ()))
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", path.dq_sums))

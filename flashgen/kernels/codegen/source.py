@@ -138,7 +138,7 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
         rows = f"q{plan.block_q}" if role == "convert_dq" else f"k{plan.block_k}"
         return f"{role}{packed}_{dtype}_d{dim}_{rows}"
     if role == "merge":
-        splits = "_splits" if plan.of_splits else ""
+        splits = "_splits" if plan.merges_splits else ""
         return f"merge{splits}{_divisor(spec)}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     codes = "" if spec.kv_dtype is None else f"_{CACHE_DTYPES[spec.kv_dtype].short}"
     dims = f"d{spec.head_dim}"

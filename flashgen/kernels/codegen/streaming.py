@@ -79,7 +79,7 @@ def merge(spec: AttentionSpec, plan: Plan) -> Source:
         RenderError: the template uses a field that is missing.
     """
     lanes, loads = (int(plan.quantities[name]) for name in ("lanes", "loads"))
-    splits = plan.of_splits
+    splits = plan.merges_splits
     vectors = plan.head_dim_v if splits else plan.head_dim_v // 4
     return kernel(
         "common/merge.cu.j2",

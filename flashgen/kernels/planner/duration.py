@@ -184,7 +184,7 @@ def duration_of(
     if streams:
         at |= {"latency": arch.memory_latency, "warps": plan.warps}
         at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
-        if plan.of_splits:
+        if plan.merges_splits:
             at["chained_loads"] = int(waits_of_merge(plan.arch, work_tiles, splits))
     else:
         begun = at["begun"] = BEGUN(at)

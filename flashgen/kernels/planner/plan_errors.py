@@ -12,7 +12,7 @@ from flashgen.kernels.planner.formulas import counted
 from flashgen.kernels.planner.models.kernel_model import STEP
 from flashgen.kernels.planner.search import Evaluated, evaluated, shapes, smallest
 from flashgen.kernels.planner.tile_problem import Tile, TileProblem
-from flashgen.shared.arch import facts, known
+from flashgen.shared.arch import facts, known_archs
 from flashgen.shared.errors import PlanError
 from flashgen.spec.language.lets import elements_of
 from flashgen.spec.language.operations import MOST_EFFORT, effort
@@ -156,7 +156,7 @@ def _ways_out(problem: TileProblem, found: Evaluated, given_sram: bool) -> Itera
             )
             break
     enough = registers <= found.quantities["register_limit"]
-    able = [name for name in known() if enough and facts(name).smem_per_block >= needed]
+    able = [name for name in known_archs() if enough and facts(name).smem_per_block >= needed]
     if given_sram and enough:
         own = problem.arch.smem_per_block
         yield f"sram={needed}" + (f", or none for {problem.arch.name}'s own {own:,} B")

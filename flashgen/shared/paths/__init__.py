@@ -10,11 +10,11 @@ from flashgen.shared.paths.code_path import CodePath
 
 __all__ = ["PATHS", "CodePath", "path_on"]
 
-PATHS: dict[str, CodePath] = {each.PATH.name: each.PATH for each in (sm80, sm90)}
+PATHS: dict[str, CodePath] = {module.PATH.name: module.PATH for module in (sm80, sm90)}
 """The code paths by their names."""
 
 
 def path_on(arch: str) -> CodePath:
     """The code path of an architecture's own kernels."""
-    own = [path for path in PATHS.values() if arch in path.only_on]
-    return own[0] if own else sm80.PATH
+    specific = [path for path in PATHS.values() if arch in path.only_on]
+    return specific[0] if specific else sm80.PATH

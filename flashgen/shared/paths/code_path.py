@@ -1,4 +1,4 @@
-"""What is particular to a code path: the instructions that its kernels use, and what follows."""
+"""The properties of a code path, which follow from the instructions that its kernels use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CodePath:
         fallback: the name of the path that serves where this one cannot: operands of another size,
             or not aligned for TMA; "" where there is none.
         templates: the folder of its templates in ``templates/``.
-        instructions: what its kernels are made of, in words.
+        instructions: the instructions of its kernels, in words.
         models: the modules of `kernels.planner.models` with the cost models of its kernels.
         constants: the key of the fitted constants of their times in
             `kernels.planner.models.fitted_time.CONSTANTS`.
@@ -28,7 +28,7 @@ class CodePath:
         copies_by_tma: whether TMA copies the tiles of operands to shared memory, so that operands
             are tensor maps, aligned to 16 bytes.
         persistent: the kernels whose blocks compute one work tile after another.
-        dependents: pairs of kernels that follow each other in a call, of which the second may be
+        dependents: pairs of kernels that follow each other in a call, whose second one may be
             launched while the first still runs (programmatic dependent launch). This table alone
             decides which launches overlap: in the kernels, in every launcher, in the time model.
             The first kernel of a call is second in no pair, and the last one is first in none, so

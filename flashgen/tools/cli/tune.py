@@ -205,7 +205,7 @@ def _keep(
     which: str,
 ) -> None:
     """Writes the winner to the cache, for later calls of this kind."""
-    from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, place, write
+    from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, tiles_file, write
 
     winner = measured[0]
     if winner.seconds is None:
@@ -218,7 +218,7 @@ def _keep(
     planners_seconds = next(
         (candidate.seconds for candidate in measured if candidate.choice is planners_choice), None
     )
-    path = place(root, gpu_name(0), checked_call.spec, arch, which, checked_call.problem)
+    path = tiles_file(root, gpu_name(0), checked_call.spec, arch, which, checked_call.problem)
     record = Winner(winner.choice.tiles, winner.seconds, planners_seconds or 0.0)
     if write(path, record):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")

@@ -135,8 +135,10 @@ class MaskCall:
         entries = range(p.batch) if batch is None else range(batch, batch + 1)
         entries = entries if heads else range(0)
         for rows in sequences(self.spec, p.batch, self.tensors, (p.q_offset, p.k_offset)):
-            present = [b for b in entries if rows.place is None or rows.place[0] == b]
-            count = p.batch if rows.place is None else rows.place[1]
+            present = [
+                b for b in entries if rows.index_and_count is None or rows.index_and_count[0] == b
+            ]
+            count = p.batch if rows.index_and_count is None else rows.index_and_count[1]
             queries, keys = self.axes_of(rows)
             for entry_group in [[b] for b in present] if by_entry else [present] if present else []:
                 for h in [[h] for h in heads] if by_head_of_call else [list(heads)]:

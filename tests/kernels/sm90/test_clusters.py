@@ -207,7 +207,7 @@ def test_launches_consist_of_whole_clusters() -> None:
     assert found.grid(2, 4, 4, 190, 300, head_bits=1) == (8, 2, 2)
     assert found.blocks_of(10_000).count == 10_000
     with pytest.raises(PlanError, match="one work tile each"):
-        found.blocks_of(10_000, given=132)
+        found.blocks_of(10_000, requested=132)
 
 
 def test_few_tiles_of_queries_form_no_clusters() -> None:

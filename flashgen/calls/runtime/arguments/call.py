@@ -1,4 +1,4 @@
-"""`Call.of` sorts the arguments of a call, and `check` checks them, all before any launch.
+"""`Call.from_arguments` sorts the arguments of a call, and `check` checks them before any launch.
 
 The first mistake raises an InputError that names the argument.
 """
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     """The arguments of a call in the order of a signature, and what computes that signature.
 
     Attributes:
-        program: what computes the call: that of the spec, or that of a variant of it.
+        program: the program that computes the call: of the spec, or of a variant of the spec.
         operands: q, k and v in the dtype of autocast, where that is on; the captured tensors,
             floats in the dtypes that the spec declares.
         options: with the scalars, and with an offset of 0 in place of a tensor, which is one of
@@ -85,7 +85,7 @@ class Call(NamedTuple):
     options: CallOptions
 
     @staticmethod
-    def of(
+    def from_arguments(
         program: Any,
         variant: Callable[..., Any],
         operands: Operands,
@@ -99,7 +99,7 @@ class Call(NamedTuple):
         """Sorts the arguments of a call, which `flashgen.calls.ops.Attention` describes.
 
         Args:
-            program: what computes the spec. It has the attribute ``signature``.
+            program: the program that computes the spec, with the attribute ``signature``.
             variant: gives such a program for the fields of a `calls.runtime.programs.Variant`.
             operands: q, k, v and rng.
             options: without scalars; the offsets may be tensors.

@@ -14,7 +14,7 @@ from flashgen.calls.runtime.arguments.pages import with_scales
 from flashgen.calls.runtime.arguments.refusals import (
     check_ascending,
     check_is_tensor,
-    known,
+    is_known,
     refuse,
     shape_of,
 )
@@ -86,18 +86,18 @@ class AppendOperands(NamedTuple):
     def distances(self) -> tuple[int | None, ...]:
         """The bytes between tensors on which `writes_columns` and `overlap` depend; None where
         their memory cannot overlap."""
-        places = [
+        ranges = [
             (x.data_ptr(), (memory := x.untyped_storage()).data_ptr() + memory.nbytes())
             for x in self[:-1]
             if x is not None
         ]
         # k, the caches, and scales, which are the last where there are any.
-        own = [places[0], *places[2:4], *(() if self.k_scale is None else places[-2:])]
+        written_ranges = [ranges[0], *ranges[2:4], *(() if self.k_scale is None else ranges[-2:])]
         return tuple(
             [
-                there - here if there < end and here < other_end else None
-                for here, end in own
-                for there, other_end in places
+                other_start - start if other_start < end and start < other_end else None
+                for start, end in written_ranges
+                for other_start, other_end in ranges
             ]
         )
 
@@ -108,12 +108,12 @@ class AppendOperands(NamedTuple):
         if not self.k.numel():
             return None
         columns = self.writes_columns
-        given = self.tensors
+        tensors = self.tensors
         for name in self.written:
-            for other, tensor in given.items():
-                alike = columns and name[1:] == other[1:]
-                if other != name and not alike and _overlap(given[name], tensor):
-                    return name, other
+            for other_name, tensor in tensors.items():
+                alike = columns and name[1:] == other_name[1:]
+                if other_name != name and not alike and _overlap(tensors[name], tensor):
+                    return name, other_name
         return None
 
     @property
@@ -123,11 +123,11 @@ class AppendOperands(NamedTuple):
         return no_sequence or not self.tokens or not self.k_cache.numel()
 
 
-def _overlap(one: Tensor | None, other: Tensor | None) -> bool:
+def _overlap(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two tensors with memory have an element in common; interleaved views have none."""
-    if one is None or other is None:
+    if a is None or b is None:
         return False
-    return numpy.shares_memory(_addresses(one), _addresses(other))
+    return numpy.shares_memory(_addresses(a), _addresses(b))
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -159,15 +159,15 @@ def _addresses(tensor: Tensor) -> Any:
 
 
 def _first_column(keys: Tensor | None, values: Tensor | None) -> int | None:
-    """Where the rows of values begin in the rows of keys of which they are columns, in elements;
-    None where they are not."""
+    """The column of the keys at which the values begin; None where values are not columns of the
+    keys."""
     if keys is None or values is None or not (keys.data_ptr() and values.data_ptr()):
         return None
     axes = [zip(tensor.shape[:3], tensor.stride()[:3], strict=True) for tensor in (keys, values)]
-    placed, others = ([(size, step) for size, step in axis if size > 1] for axis in axes)
-    column, rest = divmod(values.data_ptr() - keys.data_ptr(), keys.element_size())
+    key_axes, value_axes = ([(size, step) for size, step in axis if size > 1] for axis in axes)
+    column, remainder = divmod(values.data_ptr() - keys.data_ptr(), keys.element_size())
     room = math.prod(keys.shape[3:]) - math.prod(values.shape[3:])  # a scale is one column
-    return column if placed == others and not rest and 0 <= column <= room else None
+    return column if key_axes == value_axes and not remainder and 0 <= column <= room else None
 
 
 def is_coded(cache: object) -> bool:
@@ -225,9 +225,9 @@ def _check_written(operands: AppendOperands) -> None:
         sizes = cache.shape[:3]
         steps = zip(scale.shape, scale.stride(), strict=True)
         whole = scale.dim() == len(sizes) and not any(
-            known(size != wanted) for size, wanted in zip(scale.shape, sizes, strict=True)
+            is_known(size != wanted) for size, wanted in zip(scale.shape, sizes, strict=True)
         )
-        if not whole or any(known(size > 1) and known(step == 0) for size, step in steps):
+        if not whole or any(is_known(size > 1) and is_known(step == 0) for size, step in steps):
             refuse(
                 f"{name} is to be written, and slots share its elements",
                 f"argument {name} of append_kv",
@@ -264,15 +264,17 @@ def check_append(operands: AppendOperands) -> None:
 
 
 def _check_ways(operands: AppendOperands) -> None:
-    """The places of tokens are given in one way."""
+    """Checks that a call gives the slots of its rows in one way."""
     names = ("page_table", "cache_seqlens", "slot_mapping", "cu_seqlens")
-    there = [name for name in names if getattr(operands, name) is not None]
+    given_names = [name for name in names if getattr(operands, name) is not None]
     table = {"page_table", "cache_seqlens"}
-    if there != ["slot_mapping"] and not (table <= set(there) <= table | {"cu_seqlens"}):
+    if given_names != ["slot_mapping"] and not (
+        table <= set(given_names) <= table | {"cu_seqlens"}
+    ):
         refuse(
             "the places of the new rows are given in no way or in more than one way",
             "arguments page_table, cache_seqlens, slot_mapping and cu_seqlens of append_kv",
-            f"given: {', '.join(there) or 'none of them'}",
+            f"given: {', '.join(given_names) or 'none of them'}",
             "page_table and cache_seqlens, with cu_seqlens where sequences are packed; or "
             "slot_mapping alone",
         )
@@ -284,7 +286,7 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
     check_is_tensor(name, tensor, f"torch.as_tensor({name}), on the device of the caches", where)
     cached = operands.k_cache.dtype if operands.quantises else k.dtype
     dtypes = {
-        "k": tuple(getattr(torch, each) for each in (*OPERAND_DTYPES, *CACHE_DTYPES)),
+        "k": tuple(getattr(torch, dtype) for dtype in (*OPERAND_DTYPES, *CACHE_DTYPES)),
         "v": (k.dtype,),
         **dict.fromkeys(("k_cache", "v_cache"), (cached,)),
         **dict.fromkeys(SCALE_NAMES, (torch.float32,)),
@@ -295,7 +297,7 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
             f"{name} has a dtype that append_kv does not take",
             where,
             f"{tensor.dtype}; k is {k.dtype}",
-            _of_dtype(name, tensor, dtypes),
+            _way_out_of_dtype(name, tensor, dtypes),
         )
     if tensor.device != k.device or tensor.device.type not in ("cpu", "cuda", "meta"):
         refuse(
@@ -306,11 +308,13 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
         )
 
 
-def _of_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> str:
+def _way_out_of_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> str:
     """The way out of a wrong dtype. A converted cache would be written in place of the cache."""
     if name in ("k_cache", "v_cache"):
-        taken = dtype_name(tensor.dtype) in OPERAND_DTYPES and dtypes[0].is_floating_point
-        rows = f"k.to({tensor.dtype}) and v.to({tensor.dtype}); or " if taken else ""
+        is_operand_dtype = (
+            dtype_name(tensor.dtype) in OPERAND_DTYPES and dtypes[0].is_floating_point
+        )
+        rows = f"k.to({tensor.dtype}) and v.to({tensor.dtype}); or " if is_operand_dtype else ""
         return f"{rows}a cache that is made with dtype={dtypes[0]}"
     if len(dtypes) == 1:
         return f"{name}.to({dtypes[0]})"
@@ -327,11 +331,13 @@ def _check_shapes(operands: AppendOperands) -> None:
         ("k_cache", k_cache, ((1, k, 1), (3, k, 3))),
         ("v_cache", v_cache, ((0, k_cache, 0), (1, k, 1), (2, k_cache, 2), (3, v, 3))),
     ):
-        if any(known(tensor.shape[axis] != of.shape[other]) for axis, of, other in axes):
+        if any(
+            is_known(tensor.shape[axis] != like.shape[like_axis]) for axis, like, like_axis in axes
+        ):
             _refuse_shapes(operands, name)
     for name, tensor in (("k", k), ("v", v)):
         dim = tensor.shape[3]
-        if known(dim % HEAD_DIM_STEP != 0) or known(dim == 0):
+        if is_known(dim % HEAD_DIM_STEP != 0) or is_known(dim == 0):
             refuse(
                 f"the head dim of {name} is not a multiple of {HEAD_DIM_STEP} from "
                 f"{HEAD_DIM_STEP} on",
@@ -341,7 +347,7 @@ def _check_shapes(operands: AppendOperands) -> None:
             )
     sequences = k.shape[0]
     if operands.cu_seqlens is not None:
-        if known(k.shape[0] != 1):
+        if is_known(k.shape[0] != 1):
             refuse(
                 "packed sequences are stored one after another in one batch entry",
                 "argument k of append_kv",
@@ -364,9 +370,9 @@ def _check_index(
     tensor = getattr(operands, name)
     right = tensor.dim() == dims
     if right and length is None:
-        right = not known(tensor.shape[0] == 0)
+        right = not is_known(tensor.shape[0] == 0)
     elif right:
-        right = not known(tensor.shape[0] != length)
+        right = not is_known(tensor.shape[0] != length)
     if not right:
         expected = "" if length is None else f", expected {length:,} along dimension 0"
         refuse(
@@ -382,7 +388,7 @@ def _refuse_shapes(operands: AppendOperands, name: str) -> None:
     refuse(
         "the shapes of new rows and caches do not fit together",
         f"argument {name} of append_kv",
-        ", ".join(f"{each} {tuple(tensor.shape)}" for each, tensor in shapes),
+        ", ".join(f"{operand_name} {tuple(tensor.shape)}" for operand_name, tensor in shapes),
         "k [batch, heads, rows, d], v [batch, heads, rows, d_v], k_cache [pages, heads, page, d], "
         "v_cache [pages, heads, page, d_v]; views such as cache.transpose(1, 2) cost nothing",
     )
@@ -390,7 +396,7 @@ def _refuse_shapes(operands: AppendOperands, name: str) -> None:
 
 def _check_memory(name: str, tensor: Tensor) -> None:
     where = f"argument {name} of append_kv"
-    if known(tensor.stride(3) != 1):
+    if is_known(tensor.stride(3) != 1):
         refuse(
             f"the last dimension of {name} is not contiguous",
             where,
@@ -400,7 +406,7 @@ def _check_memory(name: str, tensor: Tensor) -> None:
     if name in "kv":
         return
     steps = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    if any(known(size > 1) and known(step == 0) for size, step in steps):
+    if any(is_known(size > 1) and is_known(step == 0) for size, step in steps):
         refuse(
             f"{name} is expanded: its rows share memory",
             where,
@@ -426,13 +432,13 @@ def check_limits(operands: AppendOperands) -> None:
             f"k_cache {tuple(operands.k_cache.shape)}",
             "a page size of 1 or more",
         )
-    for what, name, count, most in (
+    for counted, name, count, most in (
         ("new rows", "k", operands.tokens * heads, MOST_ROWS),
         ("slots of the caches", "k_cache", pages * page, INT32_MAX),
     ):
         if count > most:
             refuse(
-                f"there are too many {what}",
+                f"there are too many {counted}",
                 f"argument {name} of append_kv",
                 f"{count:,}; at most {most:,}",
                 "several calls, or several caches",
@@ -440,7 +446,7 @@ def check_limits(operands: AppendOperands) -> None:
 
 
 def _check_writes(operands: AppendOperands) -> None:
-    """What a call writes has a place of its own."""
+    """Checks that no element that a call writes belongs to another argument or another slot."""
     for name in operands.written:
         if _overlaps_itself(getattr(operands, name)):
             tensor = getattr(operands, name)
@@ -450,30 +456,30 @@ def _check_writes(operands: AppendOperands) -> None:
                 f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 f"{name}={name}.clone(memory_format=torch.contiguous_format)",
             )
-    found = operands.overlap
-    if found is None:
+    overlapping = operands.overlap
+    if overlapping is None:
         return
-    name, other = found
-    if other in operands.written:
+    name, other_name = overlapping
+    if other_name in operands.written:
         columns = operands.v.shape[3]
-        way_out = f"{other}=torch.zeros_like({other}), a tensor of its own"
-        if found == ("k_cache", "v_cache"):
+        way_out = f"{other_name}=torch.zeros_like({other_name}), a tensor of its own"
+        if overlapping == ("k_cache", "v_cache"):
             way_out += f"; or v=k[..., :{columns}], v_cache=k_cache[..., :{columns}]"
             way_out += " and v_scale=k_scale" * operands.quantises
             way_out += ", for values that are the first columns of the keys"
     else:
-        way_out = f"{other}={other}.clone()"
+        way_out = f"{other_name}={other_name}.clone()"
     refuse(
         f"what is written to {name} would replace what is "
-        f"{'written to' if other in operands.written else 'read of'} {other}",
-        f"argument {other} of append_kv",
-        f"{other} has elements of {name}",
+        f"{'written to' if other_name in operands.written else 'read of'} {other_name}",
+        f"argument {other_name} of append_kv",
+        f"{other_name} has elements of {name}",
         way_out,
     )
 
 
 def slots_of(operands: AppendOperands) -> Tensor:
-    """The slot of each token among those of all pages, int64 [tokens]; -1 for none.
+    """The slot of each token, counted over all pages, int64 [tokens]; -1 for none.
 
     It reads the contents of tensors, which are on the CPU.
 
@@ -502,9 +508,9 @@ def slots_of(operands: AppendOperands) -> Tensor:
         ends = torch.arange(operands.sequences + 1) * rows
     else:
         ends = operands.cu_seqlens.long()
-        what = "the number of new rows", f"{operands.tokens:,} new rows"
+        total_text = "the number of new rows", f"{operands.tokens:,} new rows"
         where = "argument cu_seqlens of append_kv"
-        check_ascending("cu_seqlens", ends.tolist(), operands.tokens, what, "lengths", where)
+        check_ascending("cu_seqlens", ends.tolist(), operands.tokens, total_text, "lengths", where)
     new, lengths = ends.diff(), lengths.long()
     b = _first(lengths < new)
     if b is not None:

@@ -100,8 +100,8 @@ def check_names(signature: CallSignature, captures: Mapping[str, object]) -> Non
         if LAYOUT not in captures and signature.choice is not None and captures.keys() >= {*LISTS}:
             # The user gives both as one layout.
             kinds = {LAYOUT: "tensor"} | {x: kinds[x] for x in kinds if x not in LISTS}
-            rest = {x: captures[x] for x in captures if x not in LISTS}
-            captures = {LAYOUT: captures[LISTS[0]], **rest}
+            others = {x: captures[x] for x in captures if x not in LISTS}
+            captures = {LAYOUT: captures[LISTS[0]], **others}
         mask = captures.get("attn_mask")
         mask_of = (mask.dim(), dtype_name(mask.dtype)) if isinstance(mask, Tensor) else (4, "bool")
         unset = [name for name, value in captures.items() if value is None or value is False]
@@ -128,23 +128,23 @@ def _refuse_names(
         computed: names that the user does not give.
         unset: names whose value in the call is None or False.
         mask: the number of dimensions and the dtype of a tensor that is given as attn_mask.
-        operands: what a call has by position.
+        operands: the positional arguments of a call.
     """
     missing = [name for name in kinds if name not in names]
     extra = [name for name in names if name not in kinds]
     accepted = sorted(set(kinds.values())) or ["scalar"]
     unknown = f"is not a {' or '.join(accepted)} of the spec"
     options = [name for name in extra if name in _OPTIONS]  # that only op itself takes
-    meant = {
+    nearest = {
         name: None if name in options else _nearest(name, [*missing, *_OPTIONS]) for name in extra
     }
-    misspelled = next((name for name in extra if meant[name]), None)
+    misspelled = next((name for name in extra if nearest[name]), None)
     expected = [name for name in kinds if name not in computed]
     call = "".join(f", {name}=..." for name in expected)
     way_out = f"op(q, k, v{call})"
     if misspelled is not None:
-        what = f"{misspelled!r} {unknown}; did you mean {meant[misspelled]!r}?"
-        way_out = f"{meant[misspelled]}=... instead of {misspelled}=..."
+        what = f"{misspelled!r} {unknown}; did you mean {nearest[misspelled]!r}?"
+        way_out = f"{nearest[misspelled]}=... instead of {misspelled}=..."
     elif missing:
         what = f"the {kinds[missing[0]]} {missing[0]!r} of the spec is missing"
     else:
@@ -162,7 +162,7 @@ def _refuse_names(
         if misspelled in unset:
             way_out = "op(q, k, v{call})"
         elif misspelled in (*PAGE_NAMES, *BOUNDARIES):
-            way_out = _served(kinds, names, expected)
+            way_out = _paged_or_packed_call(kinds, names, expected)
         else:
             way_out = _ELSEWHERE.get(misspelled) or _with_mask(*mask)
         way_out = way_out.replace("{call}", call)
@@ -175,7 +175,7 @@ def _refuse_names(
     )
 
 
-def _served(kinds: Mapping[str, str], names: list[str], expected: list[str]) -> str:
+def _paged_or_packed_call(kinds: Mapping[str, str], names: list[str], expected: list[str]) -> str:
     """The call of a spec with pages, or of one with packed sequences where no pages are given.
 
     Args:
@@ -184,28 +184,28 @@ def _served(kinds: Mapping[str, str], names: list[str], expected: list[str]) -> 
     """
     paged = any(name in names for name in PAGE_NAMES)
     # The keys of pages have the lengths `cache_seqlens`.
-    own, others = (PAGE_NAMES, BOUNDARIES[1:]) if paged else (BOUNDARIES, PAGE_NAMES)
-    given = [x for x in names if x in (*PAGE_NAMES, *BOUNDARIES) and x not in expected]
-    call = [f", {x}=..." for x in expected if x not in others]
-    call += [f", {x}={x}" for x in given if x not in others]
-    option, other = ("paged", "packed") if paged else ("packed", "paged")
-    changed = f"{option}=True" + f", {other}=False" * (others[0] in kinds)
-    op = "op" if {*own} <= {*kinds} else f"fg.attention(op.spec.replace({changed}))"
+    served_names, unused_names = (PAGE_NAMES, BOUNDARIES[1:]) if paged else (BOUNDARIES, PAGE_NAMES)
+    passed_names = [x for x in names if x in (*PAGE_NAMES, *BOUNDARIES) and x not in expected]
+    call = [f", {x}=..." for x in expected if x not in unused_names]
+    call += [f", {x}={x}" for x in passed_names if x not in unused_names]
+    option, other_option = ("paged", "packed") if paged else ("packed", "paged")
+    changed = f"{option}=True" + f", {other_option}=False" * (unused_names[0] in kinds)
+    op = "op" if {*served_names} <= {*kinds} else f"fg.attention(op.spec.replace({changed}))"
     return f"{op}(q, k, v{''.join(call)})"
 
 
 def _with_mask(dims: int, dtype: str) -> str:
     """The lines that capture a mask of PyTorch's attention, of this rank and dtype."""
-    kept = slice(-dims if 0 < dims < 4 else None, None)
-    read = f"given[{', '.join(('b', 'h', 'q', 'k')[kept])}]"
-    sizes = ("batch", "heads", "seq_q", "seq_k")[kept]
+    axes = slice(-dims if 0 < dims < 4 else None, None)
+    read = f"given[{', '.join(('b', 'h', 'q', 'k')[axes])}]"
+    sizes = ("batch", "heads", "seq_q", "seq_k")[axes]
     mask = "attn_mask" if dtype in ("bool", *FLOAT_DTYPES) else "attn_mask.bool()"
     if dtype in FLOAT_DTYPES:
-        made, lines = f"{dtype!r}, grad=True", _BIASED.replace("{added}", read)
+        tensor_options, lines = f"{dtype!r}, grad=True", _BIASED.replace("{added}", read)
     else:
-        made, lines = "'bool'", _MASKED.replace("{keep}", read)
+        tensor_options, lines = "'bool'", _MASKED.replace("{keep}", read)
     lines = lines.replace("{call}", f"{{call}}, attn_mask={mask}")
-    return f'given = fg.Tensor("attn_mask", {sizes!r}, {made})\n{lines}'
+    return f'given = fg.Tensor("attn_mask", {sizes!r}, {tensor_options})\n{lines}'
 
 
 def refuse_positional(value: object) -> NoReturn:
@@ -285,10 +285,10 @@ def scalar_value(scalar: Scalar | ScalarArgument, value: object) -> Number:
 
 
 def _captured(scalar: Scalar | ScalarArgument, value: Tensor) -> str:
-    """What to do with a tensor that is given for a scalar."""
+    """The way out where a tensor is given for a scalar."""
     name = scalar.name
-    given = dtype_name(value.dtype)
-    dtype = given if given in TENSOR_DTYPES else scalar.dtype
+    value_dtype = dtype_name(value.dtype)
+    dtype = value_dtype if value_dtype in TENSOR_DTYPES else scalar.dtype
     if value.numel() != 1:
         dims = tuple(f"n{axis}" for axis in range(value.dim()))
         return f"fg.Tensor({name!r}, {dims!r}, {dtype!r}) in the spec, whose elements its mods read"
@@ -469,7 +469,7 @@ def refuse_exported_statistics() -> NoReturn:
     )
 
 
-def of_invariant_call(
+def invariant_options(
     batch_invariant: object, split_size: Any, deterministic: bool | None
 ) -> tuple[int, bool]:
     """split_size and deterministic of a batch-invariant call.
@@ -495,7 +495,7 @@ def of_invariant_call(
     return INVARIANT, True
 
 
-def settled(deterministic: bool | None) -> bool:
+def is_deterministic(deterministic: bool | None) -> bool:
     """Whether gradients must have the same bits in every run; None follows torch's switch.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashgen.calls.runtime.arguments.positions import entries_of, tensors_named
-from flashgen.calls.runtime.arguments.refusals import known, refuse, shape_of
+from flashgen.calls.runtime.arguments.refusals import is_known, refuse, shape_of
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.paged import expanded_scale
@@ -48,14 +48,14 @@ def check_caches(k: Tensor, v: Tensor) -> None:
     Raises:
         InputError: k and v have different numbers of pages, or pages hold no keys.
     """
-    if known(k.shape[0] != v.shape[0]):
+    if is_known(k.shape[0] != v.shape[0]):
         refuse(
             "k and v have different numbers of pages",
             "argument v",
             f"k {shape_of(k)}, v {shape_of(v)}",
             "caches [pages, heads_kv, page_size, head_dim] with the same first three dimensions",
         )
-    if known(k.shape[2] == 0):
+    if is_known(k.shape[2] == 0):
         refuse(
             "a page holds no keys",
             "argument k",
@@ -72,7 +72,7 @@ def with_scales(captures: Mapping[str, Any], k: Any, v: Any) -> Mapping[str, Any
     Raises:
         InputError: a scale has another shape.
     """
-    found = dict(captures)
+    scaled = dict(captures)
     for name, cache in zip(SCALE_NAMES, (k, v), strict=True):
         scale = captures.get(name)
         if not isinstance(scale, Tensor) or not isinstance(cache, Tensor) or cache.dim() != 4:
@@ -80,7 +80,7 @@ def with_scales(captures: Mapping[str, Any], k: Any, v: Any) -> Mapping[str, Any
         sizes = cache.shape[:3]
         first = 1 if scale.dim() == 1 else 0
         fits = scale.dim() <= len(sizes) and not any(
-            known(size != 1) and known(size != wanted)
+            is_known(size != 1) and is_known(size != wanted)
             for size, wanted in zip(scale.shape, sizes[first:], strict=False)
         )
         if not fits:
@@ -90,8 +90,8 @@ def with_scales(captures: Mapping[str, Any], k: Any, v: Any) -> Mapping[str, Any
                 f"shape {shape_of(scale)}; {name[0]} {shape_of(cache)}",
                 "shape (), [heads_kv], [pages, heads_kv] or [pages, heads_kv, page_size]",
             )
-        found[name] = expanded_scale(scale, cache)
-    return found
+        scaled[name] = expanded_scale(scale, cache)
+    return scaled
 
 
 def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -> None:
@@ -103,7 +103,7 @@ def check_table(signature: CallSignature, q: Tensor, captured: Sequence[Any]) ->
     table, lengths = tensors_named(signature, captured, PAGE_NAMES)
     sequences = entries_of(signature, q, captured)
     for name, tensor in zip(PAGE_NAMES, (table, lengths), strict=True):
-        if known(tensor.shape[0] != sequences):
+        if is_known(tensor.shape[0] != sequences):
             refuse(
                 f"{name} is not for the sequences of q",
                 f"argument {name}",
@@ -152,12 +152,12 @@ def check_pages(captured: Mapping[str, Tensor], call: CheckedCall, k: Tensor) ->
         used = table[b, : -(-length // page_size)]
         unknown = ((used < 0) | (used >= pages)).nonzero().flatten()
         if len(unknown):
-            at = int(unknown[0])
+            column = int(unknown[0])
             refuse(
                 "a page of a sequence lies outside of the caches",
                 f"argument page_table, sequence {b}",
-                f"page_table[{b}, {at}] is {int(used[at]):,}, for position {at * page_size:,}; "
-                f"{pages:,} pages of {page_size:,}",
+                f"page_table[{b}, {column}] is {int(used[column]):,}, for position "
+                f"{column * page_size:,}; {pages:,} pages of {page_size:,}",
                 "a page of the caches for every position up to cache_seqlens",
             )
 

@@ -13,7 +13,7 @@ import torch
 
 from flashgen.calls.runtime.arguments.refusals import (
     check_ascending,
-    known,
+    is_known,
     refuse,
     shape_of,
     shown,
@@ -160,7 +160,7 @@ def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -
     """
     if not signature.packed:
         return
-    if known(q.shape[0] != 1):
+    if is_known(q.shape[0] != 1):
         refuse(
             "packed sequences are stored one after another in one batch entry",
             "argument q",
@@ -168,15 +168,15 @@ def check_packed(signature: CallSignature, q: Tensor, captured: Sequence[Any]) -
             "q.transpose(0, 1)[None] of q [total, heads, head_dim], and k and v likewise",
         )
     ends = tensors_named(signature, captured, signature.boundaries)
-    count, other = (tensor.shape[0] for tensor in (ends[0], ends[-1]))
-    if known(count == 0):
+    count, count_k = (tensor.shape[0] for tensor in (ends[0], ends[-1]))
+    if is_known(count == 0):
         refuse(
             f"{signature.boundaries[0]} has no elements",
             f"argument {signature.boundaries[0]}",
             f"shape {tuple(ends[0].shape)}",
             "[sequences + 1]; torch.zeros(1, dtype=torch.int32) for no sequence",
         )
-    if known(count != other):
+    if is_known(count != count_k):
         refuse(
             "cu_seqlens_q and cu_seqlens_k have different numbers of sequences",
             "arguments cu_seqlens_q and cu_seqlens_k",
@@ -198,8 +198,9 @@ def check_boundaries(
     """
     longest = {}
     for boundary, total in zip(signature.boundaries, (seq_q, seq_k), strict=False):
-        ends, what = captured[boundary].tolist(), ("the length of the operand", f"length {total:,}")
-        steps = check_ascending(boundary, ends, total, what, "lengths")
+        ends = captured[boundary].tolist()
+        total_text = "the length of the operand", f"length {total:,}"
+        steps = check_ascending(boundary, ends, total, total_text, "lengths")
         longest["seq" + boundary[-2:]] = max(steps, default=0)
     for tensor in signature.tensors:
         for axis, dim in enumerate(tensor.dims):

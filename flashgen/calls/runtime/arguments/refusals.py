@@ -1,4 +1,4 @@
-"""What the checks of a call share: refusals, numbers, dense tensors, and facts about sizes.
+"""Functions that all checks of a call use: refusals, numbers, dense tensors, and facts about sizes.
 
 Sizes are symbols where torch.compile and torch.export trace a call.
 """
@@ -34,24 +34,24 @@ def runs_while_traced(function: Call) -> Call:
         except FlashgenError as error:
             if TracingContext.try_get() is None:
                 raise
-            raise _of_dynamo(error) from None
+            raise _as_dynamo_error(error) from None
 
     # The same as torch.compiler.assume_constant_result, without the import of torch._dynamo.
     run._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return cast(Call, run)
 
 
-def _of_dynamo(error: FlashgenError) -> FlashgenError:
-    """The error as one of its own kind and of Dynamo's, which are RuntimeErrors."""
+def _as_dynamo_error(error: FlashgenError) -> FlashgenError:
+    """The error as an instance of its class and of Dynamo's ``Unsupported``, a RuntimeError."""
     from torch._dynamo.exc import Unsupported
 
     if isinstance(error, Unsupported):
         return error
     kind = type(error)
     bases = kind, Unsupported
-    made = type(kind.__name__, bases, {"__module__": kind.__module__})
+    error_type = type(kind.__name__, bases, {"__module__": kind.__module__})
     parts = {"where": error.where, "numbers": error.numbers, "way_out": error.way_out}
-    result: Any = made(error.what, **parts)
+    result: Any = error_type(error.what, **parts)
     if not hasattr(result, "logged"):  # a base of ``kind`` does not call those after it
         bases[1].__init__(result, error.what)
     return cast(FlashgenError, result)
@@ -120,7 +120,7 @@ def untraced(reason: str) -> Callable[[Call], Call]:
 
 
 def refuse_jit_trace() -> None:
-    """Raises InputError while torch.jit.trace records a call: it would record sizes as numbers."""
+    """Raises InputError while torch.jit.trace records a call, as sizes would become numbers."""
     if torch._C._get_tracing_state() is not None:
         _refuse_trace(
             "torch.jit.trace", "it records the sizes and options of one call as constants"
@@ -128,7 +128,7 @@ def refuse_jit_trace() -> None:
 
 
 def refuse_fx_trace(value: object) -> None:
-    """Raises InputError for what torch.fx.symbolic_trace passes: it has no shape and no dtype."""
+    """Raises InputError for a proxy of torch.fx.symbolic_trace, which has no shape and no dtype."""
     if type(value).__module__ == "torch.fx.proxy":
         _refuse_trace("torch.fx.symbolic_trace", f"given a {type(value).__name__} for a tensor")
 
@@ -155,7 +155,7 @@ def check_is_tensor(
 
     Args:
         where: the place of the argument in words; "argument <name>" if "".
-        more: what else the numbers of the error say.
+        more: further text for the numbers of the error.
         dense: whether the tensor must be dense.
         local: whether a DTensor is refused.
     """
@@ -172,7 +172,12 @@ def check_is_tensor(
 
 
 def check_ascending(
-    name: str, ends: list[int], total: int, what: tuple[str, str], made: str, where: str = ""
+    name: str,
+    ends: list[int],
+    total: int,
+    what: tuple[str, str],
+    steps_expression: str,
+    where: str = "",
 ) -> list[int]:
     """Checks that lists of rows or pages follow one another from 0 on.
 
@@ -180,7 +185,7 @@ def check_ascending(
         ends: where each list begins, and the end of the last one.
         total: the largest end.
         what: the total in words, in the sentence and in the numbers of the error.
-        made: the lengths of the lists in the expression that computes ``ends``.
+        steps_expression: the lengths of the lists in the expression that computes ``ends``.
         where: the place of the argument in words; "argument <name>" if "".
 
     Returns:
@@ -193,7 +198,7 @@ def check_ascending(
             f"{name} does not ascend from 0 to {what[0]}",
             where or f"argument {name}",
             f"from {ends[0]:,} to {ends[-1]:,}, smallest step {least:,}; {what[1]}",
-            f"torch.nn.functional.pad({made}.cumsum(0, dtype=torch.int32), (1, 0))",
+            f"torch.nn.functional.pad({steps_expression}.cumsum(0, dtype=torch.int32), (1, 0))",
         )
     return steps
 
@@ -230,7 +235,7 @@ def check_dense(name: str, value: torch.Tensor) -> None:
         )
 
 
-def known(fact: bool | torch.SymBool) -> bool:
+def is_known(fact: bool | torch.SymBool) -> bool:
     """True when the fact is known to hold, for symbols too; a backed symbol gets a guard."""
     if isinstance(fact, bool) and not torch.compiler.is_compiling():
         return fact  # Dynamo takes a symbol for a bool

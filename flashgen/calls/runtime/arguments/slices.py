@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flashgen.calls.runtime.arguments.refusals import known, refuse, whole_number
+from flashgen.calls.runtime.arguments.refusals import is_known, refuse, whole_number
 from flashgen.shared.call import INVARIANT, CheckedCall
 from flashgen.shared.dtypes import POSITION_LIMIT
 from flashgen.shared.signature import OFFSETS, PAGE_NAMES, SPLIT, WHOLE, CallSignature
@@ -36,7 +36,7 @@ def scalars_of_part(
     """The scalars of a call on a part of a whole; else empty.
 
     Args:
-        captures: the captures of the call; the keys of a paged cache are those of its page table.
+        captures: the captures of the call; a page table decides how many keys a paged cache has.
     """
     if whole is None and type(h_offset) is int and h_offset == 0:
         return {}
@@ -48,7 +48,7 @@ def scalars_of_part(
 def scalars_of(
     h_offset: object, whole: object, q: Tensor, k: Tensor, pages: int = 1
 ) -> dict[str, int]:
-    """The values of `shared.signature.WHOLE`; sizes that are not given are those of the call.
+    """The values of `shared.signature.WHOLE`; the call replaces sizes that are not given.
 
     Args:
         h_offset: the number of the first query head.
@@ -67,26 +67,29 @@ def scalars_of(
             'whole={"heads": 32}, with the sizes in which the whole is larger than the call',
         )
     first = _integer("h_offset", h_offset)
-    of_q, of_k = (tuple(getattr(x, "shape", ())) for x in (q, k))
-    if len(of_q) != 4 or len(of_k) != 4:  # the checks of operands name the mistake
+    q_shape, k_shape = (tuple(getattr(x, "shape", ())) for x in (q, k))
+    if len(q_shape) != 4 or len(k_shape) != 4:  # the checks of operands name the mistake
         return dict.fromkeys(WHOLE, 0)
-    own = dict(zip(SIZES, (of_q[1], of_q[2], of_k[2] * pages), strict=True))
-    sizes = {name: _integer(f"whole[{name!r}]", given_sizes.get(name, own[name])) for name in SIZES}
-    if known(first < 0) or known(first + own["heads"] > sizes["heads"]):
+    call_sizes = dict(zip(SIZES, (q_shape[1], q_shape[2], k_shape[2] * pages), strict=True))
+    sizes = {
+        name: _integer(f"whole[{name!r}]", given_sizes.get(name, call_sizes[name]))
+        for name in SIZES
+    }
+    if is_known(first < 0) or is_known(first + call_sizes["heads"] > sizes["heads"]):
         refuse(
             "the heads of the call are not among those of the whole",
             "argument h_offset",
-            f"heads {first} to {first + own['heads'] - 1} of {sizes['heads']}",
+            f"heads {first} to {first + call_sizes['heads'] - 1} of {sizes['heads']}",
             'whole={"heads": ...} with the number of all query heads, and h_offset with the number '
             "of the first one",
         )
     for name in SIZES[1:]:
-        if known(sizes[name] < own[name]):
+        if is_known(sizes[name] < call_sizes[name]):
             refuse(
                 f"the whole has fewer positions than the call: {name}",
                 "argument whole",
-                f"whole {sizes[name]:,}, call {own[name]:,}",
-                f'whole={{"{name}": {own[name]}}} or more',
+                f"whole {sizes[name]:,}, call {call_sizes[name]:,}",
+                f'whole={{"{name}": {call_sizes[name]}}} or more',
             )
     return dict(zip(WHOLE, (first, *sizes.values()), strict=True))
 

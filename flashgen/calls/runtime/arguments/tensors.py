@@ -1,6 +1,6 @@
 """Shapes, dtypes and memory of q, k, v, of captured tensors and of the results of a forward call.
 
-Sizes may be symbols, which `known` compares only where they must be equal.
+Sizes may be symbols, which `is_known` compares only where they must be equal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from flashgen.calls.runtime.arguments.pages import check_caches
-from flashgen.calls.runtime.arguments.refusals import check_is_tensor, known, refuse, shape_of
+from flashgen.calls.runtime.arguments.refusals import check_is_tensor, is_known, refuse, shape_of
 from flashgen.shared.call import Operands, OutputGradients, Tangents
 from flashgen.shared.dtypes import (
     CACHE_DTYPES,
@@ -183,47 +183,47 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
         )
     wanted = {"q": signature.head_dim, "k": signature.head_dim, "v": signature.head_dim_v}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if known(tensor.shape[3] != wanted[name]):
+        if is_known(tensor.shape[3] != wanted[name]):
             option = "head_dim_v" if name == "v" else "head_dim"
-            alike = name == "v" or known(q.shape[3] == k.shape[3])
+            alike = name == "v" or is_known(q.shape[3] == k.shape[3])
             refuse(
                 f"the last dimension of {name} is not the spec's {option}",
                 f"argument {name}",
                 f"{shapes()}; spec {signature.name} has {option} {wanted[name]}",
-                _of_head_dim(name, option, shape_of(tensor)[3], wanted[name])
+                _way_out_of_head_dim(name, option, shape_of(tensor)[3], wanted[name])
                 + ("" if alike else ", and as many columns in both of q and k"),
             )
     if signature.paged:
         check_caches(k, v)
     for name, tensor in () if signature.paged else (("k", k), ("v", v)):
-        if known(tensor.shape[0] != q.shape[0]):
-            of_q, of_k = shape_of(q)[0], shape_of(tensor)[0]
-            narrow, entries = ("q", of_k) if of_q == 1 else (name, of_q)
+        if is_known(tensor.shape[0] != q.shape[0]):
+            q_batch, batch = shape_of(q)[0], shape_of(tensor)[0]
+            narrow, entries = ("q", batch) if q_batch == 1 else (name, q_batch)
             refuse(
                 f"{name} does not have the batch of q",
                 f"argument {name}",
                 shapes(),
                 f"{narrow}.expand({entries}, -1, -1, -1) to share one entry; it copies nothing"
-                if 1 in (of_q, of_k)
+                if 1 in (q_batch, batch)
                 else "q, k and v with the same number of batch entries",
             )
-    for axis, what in ((1, "number of heads"), (2, "length")):
-        if known(k.shape[axis] != v.shape[axis]):
+    for axis, size_name in ((1, "number of heads"), (2, "length")):
+        if is_known(k.shape[axis] != v.shape[axis]):
             refuse(
-                f"k and v differ in {what}",
+                f"k and v differ in {size_name}",
                 "argument v",
                 shapes(),
                 "k [batch, heads_kv, seq_k, head_dim] and v [batch, heads_kv, seq_k, head_dim_v]",
             )
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    if known(heads_q != 0) and known(heads_kv == 0):
+    if is_known(heads_q != 0) and is_known(heads_kv == 0):
         refuse(
             "k and v have no heads, and q has some",
             "arguments k and v",
             shapes(),
             f"k and v with {shape_of(q)[1]} heads, or with a number that divides it",
         )
-    if known(heads_q != 0) and known(heads_q % heads_kv != 0):
+    if is_known(heads_q != 0) and is_known(heads_q % heads_kv != 0):
         refuse(
             "the heads of q cannot be divided among the heads of k and v",
             "argument q",
@@ -232,7 +232,7 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
         )
 
 
-def _of_head_dim(name: str, option: str, dim: int, wanted: int) -> str:
+def _way_out_of_head_dim(name: str, option: str, dim: int, wanted: int) -> str:
     """The way out where a tensor has other columns than the spec wants."""
     more = -dim % HEAD_DIM_STEP
     if not 0 < dim <= HEAD_DIM_MAX:
@@ -247,7 +247,7 @@ def _of_head_dim(name: str, option: str, dim: int, wanted: int) -> str:
 def _check_limits(name: str, tensor: Tensor) -> None:
     """Kernels hold positions, heads of the batch and row strides in 32 bits, offsets in 64."""
     batch, heads, length = tensor.shape[:3]
-    for what, size, limit in (
+    for size_name, size, limit in (
         ("batch", batch, COUNT_LIMIT),
         ("number of heads", heads, COUNT_LIMIT),
         ("batch times heads", batch * heads, INT32_MAX),
@@ -255,7 +255,7 @@ def _check_limits(name: str, tensor: Tensor) -> None:
     ):
         if size > limit:
             refuse(
-                f"the {what} of {name} is larger than kernels support",
+                f"the {size_name} of {name} is larger than kernels support",
                 f"argument {name}",
                 f"shape {shape_of(tensor)}; at most {limit:,}",
                 "several calls, each with a part of it",
@@ -314,7 +314,7 @@ def check_captured(
 
     Args:
         captured: a value for each of the signature's tensors.
-        device: that of q.
+        device: the device of q.
         traced: as for `check_operands`.
     """
     for tensor, value in zip(signature.tensors, captured, strict=True):
@@ -332,15 +332,15 @@ def check_sizes(
     first: dict[str, tuple[str, int]] = {}
     for tensor, value, axis, dim, size in _dimensions(signature, captured):
         if isinstance(dim, int):
-            if known(size != dim):
+            if is_known(size != dim):
                 _refuse_size(tensor, value, axis, f"declared as {dim:,}")
         elif dim in sizes:
-            if known(size != 1) and known(size != sizes[dim]):
+            if is_known(size != 1) and is_known(size != sizes[dim]):
                 _refuse_size(tensor, value, axis, f"{dim} is {sizes[dim]:,} here, or 1")
-        elif dim not in ("seq_q", "seq_k") and known(size != 1):
-            other, length = first.setdefault(dim, (tensor.name, size))
-            if known(size != length):
-                _refuse_size(tensor, value, axis, f"{dim} is {length:,} in {other}, or 1")
+        elif dim not in ("seq_q", "seq_k") and is_known(size != 1):
+            first_name, length = first.setdefault(dim, (tensor.name, size))
+            if is_known(size != length):
+                _refuse_size(tensor, value, axis, f"{dim} is {length:,} in {first_name}, or 1")
 
 
 def check_lengths(
@@ -373,10 +373,10 @@ def check_positions(
     Raises:
         InputError: a dimension is too short.
     """
-    of_dims: dict[str | int, tuple[int, int]]
-    of_dims = {"seq_q": (lengths[0], ends[0]), "seq_k": (lengths[1], ends[1])}
+    dim_limits: dict[str | int, tuple[int, int]]
+    dim_limits = {"seq_q": (lengths[0], ends[0]), "seq_k": (lengths[1], ends[1])}
     for tensor, value, axis, dim, size in _dimensions(signature, captured):
-        length, end = of_dims.get(dim, (0, 0))
+        length, end = dim_limits.get(dim, (0, 0))
         if length and size != 1 and size < max(end, 1):
             _refuse_size(tensor, value, axis, f"{dim} ends at {end:,}, so at least that, or 1")
 
@@ -415,13 +415,13 @@ def check_tangents(signature: CallSignature, operands: Operands, tangents: Tange
         InputError: a tangent has another shape, dtype or device; the error names the tensor.
     """
     pairs = zip(signature.tensors, operands.captured, strict=True)
-    learned = [(of.name, x) for of, x in pairs if of.grad]
-    given = zip(
+    learned = [(argument.name, x) for argument, x in pairs if argument.grad]
+    pairs_with_tangents = zip(
         (*zip(("q", "k", "v"), operands[:3], strict=True), *learned),
         (*tangents[:3], *(tangents.captured or (None,) * len(learned))),
         strict=True,
     )
-    for (name, tensor), tangent in given:
+    for (name, tensor), tangent in pairs_with_tangents:
         if tangent is None:
             continue
         has, needs = ((tuple(x.shape), x.dtype, x.device) for x in (tangent, tensor))
@@ -454,11 +454,11 @@ def _check_captured(tensor: TensorArgument, value: Any, device: torch.device, tr
     name, rank = tensor.name, len(tensor.dims)
     dims = _shown(tensor)
     example = repr(value) if isinstance(value, int | float) else "0.5"
-    made = "as_tensor(...," if rank else f"tensor({example},"
+    constructor = "as_tensor(...," if rank else f"tensor({example},"
     check_is_tensor(
         name,
         value,
-        f"torch.{made} dtype=torch.{tensor.dtype}, device={str(device)!r})",
+        f"torch.{constructor} dtype=torch.{tensor.dtype}, device={str(device)!r})",
         more=f"; expected dims {dims}, torch.{tensor.dtype}",
         local=not traced,
     )
