@@ -313,15 +313,21 @@ template <int SWIZZLE, int ROWS> struct Operand {
   DEVICE Descriptor rows(int n) const { return at(16 * n * SWIZZLE); }
 };
 
+// Keep the compiler from moving arithmetic on accumulators across a wait, or across a fence.
+template <int N> DEVICE void pin(float (&x)[N][4]) {
+  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
+}
 // Order products after ordinary writes to their registers and, as ptxas does (C7519), after waits.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The same for a product that writes D. Elements of D that were equal, as weights of equal scores
+// are, have one register until then: they are copied before the fence.
+template <int N> DEVICE void wgmma_fence(float (&d)[N][4]) {
+  pin(d);
+  wgmma_fence();
+}
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int GROUPS> DEVICE void wgmma_wait() {  // until at most the last GROUPS are pending
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
-}
-// Keep the compiler from moving arithmetic on accumulators across a wait.
-template <int N> DEVICE void pin(float (&x)[N][4]) {
-  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 #define D8(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])  // 8 columns of D
@@ -586,7 +592,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
   };
   const auto start_scores = [&](float (&s)[QUERIES / 8][4]) {
     const auto q_here = q_operand.moved(stage.index, Q_BYTES);
-    wgmma_fence();
+    wgmma_fence(s);
     UNROLL for (int c = 0; c < (HEAD_DIM + 15) / 16; ++c) {
       multiply_rows(s, k_rows.columns(c), q_here.columns(c), c > 0);
     }
@@ -610,7 +616,7 @@ causal_backward_dkdv_fp16_d64(const __grid_constant__ Params p) {
     const unsigned delta_lane = base_lane + 4 * BLOCK_Q;
     start_scores(s);
     barrier_wait(do_full[stage.index], stage.parity);
-    wgmma_fence();
+    wgmma_fence(ds);
     UNROLL for (int c = 0; c < (HEAD_DIM_V + 15) / 16; ++c) {
       multiply_rows(ds, v_rows.columns(c), do_here.columns(c), c > 0);
     }

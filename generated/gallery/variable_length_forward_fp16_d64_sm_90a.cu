@@ -330,15 +330,21 @@ template <int SWIZZLE> DEVICE Descriptor operand(unsigned address, unsigned pane
          | (address & 0x3ffff) / 16;
 }
 
+// Keep the compiler from moving arithmetic on accumulators across a wait, or across a fence.
+template <int N> DEVICE void pin(float (&x)[N][4]) {
+  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
+}
 // Order products after ordinary writes to their registers and, as ptxas does (C7519), after waits.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The same for a product that writes D. Elements of D that were equal, as weights of equal scores
+// are, have one register until then: they are copied before the fence.
+template <int N> DEVICE void wgmma_fence(float (&d)[N][4]) {
+  pin(d);
+  wgmma_fence();
+}
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int GROUPS> DEVICE void wgmma_wait() {  // until at most the last GROUPS are pending
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(GROUPS) : "memory");
-}
-// Keep the compiler from moving arithmetic on accumulators across a wait.
-template <int N> DEVICE void pin(float (&x)[N][4]) {
-  UNROLL for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(x[i / 4][i % 4]) :: "memory");
 }
 
 // The lanes of a quad exchange 4 x 4 words: word i of lane j becomes word j of lane i.
@@ -662,7 +668,7 @@ variable_length_forward_fp16_d64(const __grid_constant__ Params packed) {
     const auto start_scores = [&] {
       barrier_wait(k_full[k.index], k.parity);
       named_wait(BARRIER_PING_PONG + group, 2 * WARPGROUP);
-      wgmma_fence();
+      wgmma_fence(s[0]);
       constexpr int STEPS = PANEL / 16;  // steps of the product in a panel
       UNROLL for (int c = 0; c < PANELS * STEPS; ++c) {
         const int q_at = c / STEPS * (64 * PANEL_BYTES / 16) + c % STEPS * 2;

@@ -168,6 +168,42 @@ def test_gradients_where_warpgroups_share_keys(name: str) -> None:
     call_of(name, case, arch="sm_90a", tiles=tiles).judged_backward()
 
 
+def one(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 1.0
+
+
+def of_its_row(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 0.01 * (q + 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "mask", "normalize", "head_dims", "deterministic"),
+    [
+        (one, None, "sum", (64, 64), False),
+        slow(one, causal, "sum", (64, 64), False),
+        slow(one, causal, "sum", (96, 8), True),
+        slow(one, None, "sum", (256, 256), False),
+        slow(of_its_row, None, "none", (64, 64), False),
+        slow(of_its_row, causal, "none", (128, 128), True),
+    ],
+)
+def test_products_have_registers_of_their_own_where_the_weights_of_a_row_are_equal(
+    weight: Any, mask: Any, normalize: str, head_dims: tuple[int, int], deterministic: bool
+) -> None:
+    d, d_v = head_dims
+    spec = fg.AttentionSpec(
+        mask,
+        weight_mod=weight,
+        normalize=normalize,
+        head_dim=d,
+        head_dim_v=d_v,
+        dtype="bfloat16",
+        name="average",
+    )
+    call = Call(spec, Case(70, 230, 1, 1, 1, "bfloat16", d, d_v).tensors(), arch="sm_90a")
+    call.judged_backward(call.judged_forward(), deterministic=deterministic)
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "rows", "dtype"),
     one_in(

@@ -203,7 +203,7 @@ CAPTURED = [
     ("one arrival too many is expected",
      "barrier_init(v_empty[i], CONSUMERS)", "barrier_init(v_empty[i], 3)", WAITS),
     ("the products are not fenced from what wrote their registers",
-     "    wgmma_fence();\n    UNROLL for (int c = 0; c < (HEAD_DIM +",
+     "    wgmma_fence(s);\n    UNROLL for (int c = 0; c < (HEAD_DIM +",
      "    UNROLL for (int c = 0; c < (HEAD_DIM +", "wgmma.fence"),
     ("a warp's sums are read before all lanes added to them",
      "    __syncwarp();\n    ROLLED for (int place",
