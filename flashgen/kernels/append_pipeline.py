@@ -37,8 +37,8 @@ def build_append_codes(
     """The kernel that writes new rows to a paged cache as codes of 8 bits, compiled.
 
     Args:
-        dtype: that of the rows.
-        kv_dtype: that of the caches.
+        dtype: the dtype of the rows.
+        kv_dtype: the dtype of the caches.
         writes_scales: whether each row gets a scale by its largest number; else scales are given.
         aligned: whether rows begin at multiples of 16 bytes, and those of the caches of 8.
 

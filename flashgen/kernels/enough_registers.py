@@ -21,13 +21,13 @@ the kernel lacks: C7510 to C7519."""
 
 
 def with_enough_registers(
-    made: Callable[[Mapping[str, int]], tuple[Build, ...]], kept: Container[str]
+    build_with: Callable[[Mapping[str, int]], tuple[Build, ...]], fixed_roles: Container[str]
 ) -> tuple[Build, ...]:
     """The kernels that lack the fewest registers; serialised instructions are worse than any spill.
 
     Args:
-        made: the kernels with these numbers of registers left free, by the roles of kernels.
-        kept: the roles of the kernels whose tiles stay.
+        build_with: compiles the kernels with these numbers of registers left free, by their roles.
+        fixed_roles: the roles of the kernels whose tiles stay.
 
     Raises:
         PlanError: no tile fits, even with no register left free.
@@ -35,24 +35,26 @@ def with_enough_registers(
     """
     spare = dict[str, int]()
     best: tuple[Build, ...] | None = None
-    while all(each <= MOST_SPARE_REGISTERS for each in spare.values()):
+    while all(count <= MOST_SPARE_REGISTERS for count in spare.values()):
         try:
-            builds = made(spare)
+            builds = build_with(spare)
         except PlanError:
             if best is None:
                 raise
             break  # no tile leaves these registers free; the best kernels have warnings
-        cramped = [each for each in builds if any(_lacks(each)) and each.source.role not in kept]
+        cramped = [
+            build for build in builds if any(_lacks(build)) and build.source.role not in fixed_roles
+        ]
         if best is None or not cramped or _most_lacked(builds) < _most_lacked(best):
             best = builds
         if not cramped:
             break
-        for each in cramped:
-            role = each.source.role
-            spare[role] = _next_spare(each, spare.get(role, 0))
+        for build in cramped:
+            role = build.source.role
+            spare[role] = _next_spare(build, spare.get(role, 0))
     assert best is not None, "the first round gives kernels or raises"
-    for each in best:
-        _refuse_changed_wgmma(each)
+    for build in best:
+        _refuse_changed_wgmma(build)
     return best
 
 
@@ -91,6 +93,6 @@ def _spilled(build: Build) -> int:
 def _next_spare(build: Build, spare: int) -> int:
     """The next number of registers to leave free: its tile does not leave as many."""
     name, plan = build.source.name, build.plan
-    found = f"spills {_spilled(build)} B" if _spilled(build) else "has serialised wgmma"
-    config.log(1, f"flashgen: {name} {found} with {spare} spare registers")
+    problem = f"spills {_spilled(build)} B" if _spilled(build) else "has serialised wgmma"
+    config.log(1, f"flashgen: {name} {problem} with {spare} spare registers")
     return plan.spare_after_spill(spare)

@@ -63,7 +63,7 @@ _WAIT = "griddepcontrol.wait"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The emitted files of one spec; those of the backward pass are made at their first use.
+    """The emitted files of one spec; the files of the backward pass are made at their first use.
 
     Attributes:
         minmax_tables: kernels that run once per call, before all others: they make the min/max
@@ -86,9 +86,9 @@ class Kernels:
             PlanError: no tile fits the architecture, or the names are others.
             SpecError: the spec has no derivative, because it is a partial result.
         """
-        of = self._backward
-        names = tangents or tangents_of(of.spec)
-        return _emit(TangentPlanRequest(of.spec, of.arch, names, of.sram))[0]
+        request = self._backward
+        names = tangents or tangents_of(request.spec)
+        return _emit(TangentPlanRequest(request.spec, request.arch, names, request.sram))[0]
 
     @functools.cached_property
     def backward(self) -> tuple[Source, ...]:
@@ -185,7 +185,7 @@ def _emit(request: Request, wide: bool = False) -> tuple[Source, ...]:
 def _emit_minmax_tables(spec: AttentionSpec, arch: str) -> tuple[Source, ...]:
     """The kernels of the min/max tables that any kernel of ``spec`` reads."""
     walks = {codegen.walk_of_kernel(role) for role in ("forward", "dkdv")}
-    read = {each for walk in walks for each in analysed(spec, walk).mask.minmax_tables}
+    read = {table for walk in walks for table in analysed(spec, walk).mask.minmax_tables}
     return tuple(
         codegen.minmax_table(spec, tensor, axis, plan_rows("minmax_table", spec, arch))
         for tensor in spec.tensors
@@ -266,8 +266,8 @@ def _needs_wide(request: Request, ranges: CallRanges | None) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _beyond_int32(request: Request, ranges: CallRanges) -> str:
     """The first expression of these kernels that may exceed int32; "" where none may."""
-    found = (codegen.beyond_int32(source.assumptions, ranges) for source in _emit(request))
-    return next((text for text in found if text), "")
+    assumptions = (codegen.beyond_int32(source.assumptions, ranges) for source in _emit(request))
+    return next((text for text in assumptions if text), "")
 
 
 @override.cached(maxsize=1536)
@@ -275,23 +275,23 @@ def _build(request: Request, wide: bool) -> tuple[Build, ...]:
     """The kernels of a request, compiled, with plans that leave the compiler enough registers."""
     names = _names(request.spec, request.arch)
 
-    def made(spare: Mapping[str, int]) -> tuple[Build, ...]:
+    def build_with(spare: Mapping[str, int]) -> tuple[Build, ...]:
         if isinstance(request, BackwardPlanRequest):
-            of: Request = replace(request, spare_registers=tuple(spare.items()))
+            attempt: Request = replace(request, spare_registers=tuple(spare.items()))
         else:
-            of = replace(request, spare_registers=sum(spare.values()))
+            attempt = replace(request, spare_registers=sum(spare.values()))
         return tuple(
             compiled(source, analysed(request.spec, codegen.walk_of_kernel(source.role)), names)
-            for source in _emit(of, wide)
+            for source in _emit(attempt, wide)
         )
 
-    # A given tile is kept, and so is that of served calls, which all have one.
+    # A given tile is kept, and so is the one tile of all served calls.
     if isinstance(request, BackwardPlanRequest):
-        kept: Container[str] = dict(request.tiles)
+        fixed_roles: Container[str] = dict(request.tiles)
     else:
-        serves = isinstance(request, PlanRequest) and request.spec.is_served
-        kept = ("forward", "tangent") if serves or request.tile is not None else ()
-    return with_enough_registers(made, kept)
+        is_served = isinstance(request, PlanRequest) and request.spec.is_served
+        fixed_roles = ("forward", "tangent") if is_served or request.tile is not None else ()
+    return with_enough_registers(build_with, fixed_roles)
 
 
 @override.cached(maxsize=512)
@@ -422,12 +422,12 @@ def divides_groups(
     groups (`LaunchRules.part_heads`), and where that takes longer than the sums of the parts.
 
     Args:
-        memory: that of the GPU; None for that of the architecture's product.
+        memory: the memory of the GPU; None for the architecture's product.
     """
     _, heads_q, heads_kv, *_ = sizes
     if not 0 < heads_kv < heads_q:
         return False
-    plan = plan_schemes(request).of_keys
+    plan = plan_schemes(request).key_plan
     if not plan.divides_groups or plan.part_heads(*sizes) >= heads_q // heads_kv:
         return False
     if analysed(request.spec, codegen.walk_of_kernel(plan.kernel)).mask.growth == 0:
@@ -440,16 +440,16 @@ def _names(spec: AttentionSpec, arch: str) -> Callable[[], tuple[str, ...]]:
     """The names of the files that are emitted for a spec, when they are asked for."""
 
     def names() -> tuple[str, ...]:
-        found = []
+        sources = []
         for deterministic in (False, True):
             with suppress(PlanError, SpecError):
-                made = emit(spec, arch, deterministic=deterministic)
-                found += [made.forward, *made.minmax_tables]
-                found += made.backward
+                kernels = emit(spec, arch, deterministic=deterministic)
+                sources += [kernels.forward, *kernels.minmax_tables]
+                sources += kernels.backward
         for alone in ("", "queries"):
             with suppress(PlanError, SpecError):
-                found += _emit(BackwardPlanRequest(spec, arch, in_parts=not alone, alone=alone))
-        return tuple(dict.fromkeys(source.filename for source in found))
+                sources += _emit(BackwardPlanRequest(spec, arch, in_parts=not alone, alone=alone))
+        return tuple(dict.fromkeys(source.filename for source in sources))
 
     return names
 

@@ -149,7 +149,7 @@ def test_the_count_of_the_backward_pass_has_what_each_score_needs() -> None:
     assert kinds["convert"] == pytest.approx(1, abs=0.05)  # pairs of P and of dS
     # At d = 128: S and dP by depth of d, dV and dK by depth of the queries, dQ^T by depth of the
     # keys, each warpgroup's share.
-    plan = plan_backward(planned("causal"), "sm_90a").of_keys
+    plan = plan_backward(planned("causal"), "sm_90a").key_plan
     shapes = [i.op.split(".")[1] for i in causal.full if i.base == "HGMMA"]
     by_queries = [f"64x{plan.block_q}x16"] * (2 * 8 + plan.block_k // 16)
     assert sorted(shapes) == sorted(["64x128x16"] * (2 * plan.block_q // 16) + by_queries)

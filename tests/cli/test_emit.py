@@ -21,7 +21,7 @@ def test_emit_writes_files_and_check_finds_every_difference(tmp_path, windowed):
     assert "written" in written.stdout
     kernels = ("forward", "backward_fused", "backward_dkdv", "backward_dq", "tangent_q_k_v")
     names = {f"windowed_{kernel}_fp16_d16_sm_80.cu" for kernel in kernels}
-    block_q = plan_backward(load(windowed)).of_keys.block_q
+    block_q = plan_backward(load(windowed)).key_plan.block_q
     names |= {"delta_fp16_d16_sm_80.cu", f"convert_dq_fp16_d16_q{block_q}_sm_80.cu"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     file = tmp_path / "out" / "windowed_forward_fp16_d16_sm_80.cu"

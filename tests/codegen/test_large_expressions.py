@@ -270,7 +270,7 @@ def test_the_additions_of_many_learned_elements_are_not_unrolled() -> None:
 @pytest.mark.slow
 def test_many_learned_elements_are_little_machine_code() -> None:
     (learned,) = (
-        b for b in pipeline.build_backward(learned_steps(8), "sm_90a") if b.plan.of_captured
+        b for b in pipeline.build_backward(learned_steps(8), "sm_90a") if b.plan.is_for_learned
     )
     assert learned.binary.resources.code_bytes < 100_000
 

@@ -229,7 +229,7 @@ def test_options_reach_the_compiler() -> None:
 def test_a_truncated_cubin_is_an_error_and_not_a_guess(cut: int) -> None:
     whole = build(STACKED, "stacked").cubin
     with pytest.raises(CompileError, match="cannot be read as a cubin"):
-        cubin.facts(whole[:cut] if cut < 200 else whole[:-cut], "stacked")
+        cubin.kernel_facts(whole[:cut] if cut < 200 else whole[:-cut], "stacked")
 
 
 def test_a_cubin_without_its_attributes_is_an_error() -> None:
@@ -238,7 +238,7 @@ def test_a_cubin_without_its_attributes_is_an_error() -> None:
     at = whole.index(struct.pack("<BBH", 4, cubin.REGISTERS, 8))
     broken = whole[: at + 1] + b"\xee" + whole[at + 2 :]
     with pytest.raises(CompileError, match="cannot be read as a cubin"):
-        cubin.facts(broken, "toy")
+        cubin.kernel_facts(broken, "toy")
 
 
 def test_a_log_without_the_spills_of_a_kernel_with_a_stack_is_an_error() -> None:

@@ -21,7 +21,7 @@ from flashgen.calls.exported.folder import open_folder
 from flashgen.calls.exported.manifest import FORMAT, Manifest
 from flashgen.kernels.codegen import beyond_int32
 from flashgen.kernels.compile import nvrtc
-from flashgen.kernels.compile.cubin import facts
+from flashgen.kernels.compile.cubin import kernel_facts
 from flashgen.shared import config
 from flashgen.shared.call import CallRanges
 from flashgen.shared.errors import InputError, PlanError, SpecError
@@ -67,7 +67,7 @@ def test_an_export_holds_no_folder_of_the_machine() -> None:
             assert str(Path.home()).encode() not in path.read_bytes(), path.name
     for kernel in open_folder(folder).manifest.kernels:
         cubin = (folder / f"kernels/{kernel.stem}.cubin").read_bytes()
-        found = facts(cubin, kernel.facts.name)
+        found = kernel_facts(cubin, kernel.facts.name)
         assert found.param_bytes == kernel.resources.param_bytes
 
 

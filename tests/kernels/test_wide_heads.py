@@ -331,7 +331,7 @@ def test_gradients_of_learned_tensors_have_plans_of_one_launch_at_the_widest_hea
         spec = wide(name, 1, arch, dims).spec
         kernels = plan_backward(spec, arch, deterministic=deterministic).kernels
         assert [each.kernel for each in kernels].count("delta") == 1
-        assert kernels[-1].of_captured
+        assert kernels[-1].is_for_learned
 
 
 @pytest.mark.slow
@@ -344,7 +344,7 @@ def test_gradients_of_learned_tensors_take_one_launch_at_the_widest_heads(
     found = call.judged_backward(call.judged_forward(), deterministic=deterministic).reports
     built = [report.kernel for report in found if report.kernel is not None]
     assert [each.source.role for each in built].count("delta") == 1
-    assert built[-1].plan.of_captured
+    assert built[-1].plan.is_for_learned
     for each in built:
         check_gates(each)
 

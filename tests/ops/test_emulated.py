@@ -252,4 +252,3 @@ def test_a_kernel_is_built_once():
     first = emulated(spec, q, k, v)
     second = emulated(spec.replace(), q, k, v)
     assert second.report.kernel is first.report.kernel
-    assert second.report.build_seconds < 0.01

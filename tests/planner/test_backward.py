@@ -112,9 +112,11 @@ def test_keys_alone_have_the_kernel_of_their_gradients_in_steps_of_few_queries()
         for each in (many, few):
             assert [kernel.kernel for kernel in each.kernels] == ["delta", "dkdv"]
             assert each.deterministic
-        tile, step = (each.of_keys.block_q for each in (many, few))
+        tile, step = (each.key_plan.block_q for each in (many, few))
         assert step <= tile
-        assert -(-16 // step) * step * few.of_keys.cost <= -(-16 // tile) * tile * many.of_keys.cost
+        assert (
+            -(-16 // step) * step * few.key_plan.cost <= -(-16 // tile) * tile * many.key_plan.cost
+        )
 
 
 def test_deterministic_gradients_take_the_split_scheme_and_say_why():

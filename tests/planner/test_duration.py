@@ -250,7 +250,7 @@ def test_where_blocks_own_keys_it_is_q_its_gradient_and_sums_that_must_fit() -> 
     assert fused.head_bits(16, 16, 4096, keys) == 3
     assert fused.head_bits(16, 2, 2048, keys) == 1
     assert fused.head_bits(16, 2, 4096, keys) == 0
-    dkdv = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a", deterministic=True).of_keys
+    dkdv = plan_backward(fg.AttentionSpec(head_dim=128), "sm_90a", deterministic=True).key_plan
     assert dkdv.head_bits(16, 16, 4096, keys) == 4  # it has no sums
 
 

@@ -165,7 +165,7 @@ def test_every_line_of_a_decoding_plan_is_its_own_arithmetic() -> None:
     found = large(2, 40_000, 16)
     assert found.predicted is not None
     assert found.predicted.merge is not None
-    at = found.predicted.traffic.at
+    at = found.predicted.traffic.quantities
     for formula in (*OF_FORWARD, *OF_MERGE):
         assert evaluate(formula.substituted(at)) == at[formula.name]
     for line in found.predicted.merge.lines:
@@ -210,7 +210,7 @@ def test_keys_that_are_not_split_have_one_launch() -> None:
     found = plan_decoding(CAUSAL, "sm_90a", LaunchSizes(1, 8, 2, 1, 9_000), split_size=0)
     assert found.predicted is not None
     assert found.predicted.merge is None
-    assert found.predicted.traffic.at["merge_bytes"] == 0
+    assert found.predicted.traffic.quantities["merge_bytes"] == 0
     assert "splits    none" in str(found)
     assert "given instead: split_size = 0" in str(found)
 
@@ -231,7 +231,7 @@ def test_a_window_reads_the_keys_that_it_reaches() -> None:
         check_memory=False,
     )
     assert found.predicted is not None
-    at = found.predicted.traffic.at
+    at = found.predicted.traffic.quantities
     moved = run.counters.global_read_bytes + run.counters.global_write_bytes
     assert moved == at["forward_bytes"]
     assert at["keys"] < 2 * 300

@@ -88,7 +88,7 @@ def within_limits(plan: Plan) -> None:
 
 def problem_behind(plan: Plan) -> tuple[TileProblem, Tile]:
     """The search's view of a plan that was made with the architecture's own M."""
-    make = learned if plan.of_captured else spec_of
+    make = learned if plan.is_for_learned else spec_of
     spec = make(plan.head_dim, plan.head_dim_v, plan.dtype)
     problem = problem_of(spec, facts(plan.arch), None, plan.access_bytes, kernel=plan.kernel)
     return problem, plan.tile

@@ -261,7 +261,7 @@ def test_tangents_of_all_operands_have_the_winner(folder, monkeypatch):
     monkeypatch.setattr(backends, "index_of", lambda device: 0)
     call = plain(CAUSAL, 100, 100)
     stated = check(CAUSAL, *call.qkv, scale=None, q_offset=0, k_offset=0, scalars={})
-    own = plan_tangent(TangentPlanRequest.of_all(CAUSAL, ARCH)).tile
+    own = plan_tangent(TangentPlanRequest.for_all(CAUSAL, ARCH)).tile
     smaller = Tile(16, 4, 1, 1)
     assert own != smaller
     where = tuned.tiles_file(folder, "NVIDIA Test (80 GB)", CAUSAL, ARCH, "tangent", stated)

@@ -189,7 +189,7 @@ class _Compiler:
         if isinstance(expr, FloorDiv | FloorMod):
             return self._integer_division(expr)
         if isinstance(expr, BitFunction):
-            return self._step(expr.of, *map(self.integer, expr.args))
+            return self._step(expr.compute, *map(self.integer, expr.args))
         return self._common(expr, self.integer)
 
     def _integer_division(self, expr: sympy.Expr) -> int:

@@ -109,7 +109,7 @@ def tiles_of(spec: AttentionSpec, *, backward: bool) -> tuple[int, int]:
         return tiles_of(narrow, backward=backward)
     if backward:
         with suppress(PlanError):
-            chosen = plan_backward(spec, DEFAULT_ARCH).of_keys
+            chosen = plan_backward(spec, DEFAULT_ARCH).key_plan
     return chosen.block_q, chosen.block_k
 
 

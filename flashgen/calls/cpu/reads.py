@@ -388,7 +388,7 @@ class _Positions:
         texts = ["index" if reads_tables else python_text(index) for index in element.indices]
         text = f"{element.tensor.name}[{', '.join(texts)}]"
         # A block layout in place of their lists counts queries from the first one of the call.
-        first = int(values.get(Scalar.of_whole(CHOICE[0]).expr, 0))
+        first = int(values.get(Scalar.reserved(CHOICE[0]).expr, 0))
         position_text = (
             f", at b={position[0]}, h={position[1]}, q={first + position[2]}, k={position[3]}"
         )

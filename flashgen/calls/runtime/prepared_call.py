@@ -227,7 +227,7 @@ class PreparedCall:
             try:
                 if backward:
                     spec = contiguous(self.spec) if self.signature.paged else self.spec
-                    chosen = plan_backward(spec, arch, sram=sram, tiles=tiles).of_keys
+                    chosen = plan_backward(spec, arch, sram=sram, tiles=tiles).key_plan
                 else:
                     chosen = plan(self.spec, arch, sram=sram, tile=tiles.get("forward"))
                 block_q, block_k = chosen.block_q, chosen.block_k

@@ -138,7 +138,7 @@ def _is_possible(spec: AttentionSpec, arch: str, which: str, tiles: Mapping[str,
         if which == "forward":
             plan(spec, arch, tile=tiles["forward"])
         elif which == "tangent":
-            plan_tangent(replace(TangentPlanRequest.of_all(spec, arch), tile=tiles["tangent"]))
+            plan_tangent(replace(TangentPlanRequest.for_all(spec, arch), tile=tiles["tangent"]))
         else:
             plan_backward(spec, arch, deterministic=which == "deterministic", tiles=tiles)
     except (PlanError, KeyError, TypeError) as error:

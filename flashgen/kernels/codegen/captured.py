@@ -34,17 +34,17 @@ class LearnedElement:
         kind: the result of `analysis.kind_of_sum`. For "block" a lane has one sum; for "row" it has
             one sum per row; for "column" the warp's rows are summed in each step; for "element"
             every score is added separately.
-        place: the device function that returns the address of the gradient.
+        target: the device function that returns the address of the gradient.
         add: the device function that adds a number at an address.
-        what: the element as the user wrote it.
+        source_text: the element as the user wrote it.
         window: the sums in shared memory; None where each score is added in global memory.
     """
 
     sum: str
     kind: str
-    place: SpecFunction
+    target: SpecFunction
     add: str
-    what: str
+    source_text: str
     window: WindowCode | None = None
 
 
@@ -66,8 +66,8 @@ class Partials:
     """The function that returns all derivatives: its call, and the names of its results.
 
     Attributes:
-        quad_sums: whether a sum over the lanes of a row occurs.
-        parts: the function, and the values that its calls share.
+        quad_sums: whether some sum is over the lanes of a row.
+        parts: the function, with the values that its calls share.
     """
 
     call: str
@@ -79,8 +79,8 @@ class Partials:
 def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     """The source of the kernel that sums the gradients of the learned tensors of the score.
 
-    The template has two forms: "captured" adds floats atomically (doubles where the
-    problem is float32), and "captured_exact" adds integers atomically.
+    The template has two forms: "captured" adds floats atomically (doubles where operands
+    are float32), and "captured_exact" adds integers atomically.
 
     Raises:
         RenderError: the template uses a field that is missing.
@@ -89,24 +89,24 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     fragment = plan.code_path.fragment
     elements = [element for element, _ in analysis.score.learned]
     scores = MMA_ROWS * plan.row_groups * plan.block_k // WARP
-    kept = "" if len(elements) * scores <= MOST_UNROLLED else "kept_"
-    score = ScoreCode.of(functions, None, element=f"{fragment}[e]")
+    kept_prefix = "" if len(elements) * scores <= MOST_UNROLLED else "kept_"
+    score = ScoreCode.create(functions, None, element=f"{fragment}[e]")
     walk = walk_of(functions, plan)
     derivatives = functions.score_partials()
     learned = dict.fromkeys(element.tensor.name for element in elements)
     exact = [ExactSumVariable(f"exact{n}", tensor) for n, tensor in enumerate(learned)]
     if plan.kernel == "captured":
         exact = []
-    adds = {each.tensor: f"{each.name}.add" for each in exact}
+    adds = {variable.tensor: f"{variable.name}.add" for variable in exact}
     sums = type_of_sums(plan)
     windows = codes_of_windows(spec, functions.printer, elements, plan)
     parts = [
         LearnedElement(
             sum=f"by{n}",
             kind=kind_of_sum(element),
-            place=functions.place_of(f"by{n}", element, sums),
+            target=functions.address_of(f"by{n}", element, sums),
             add=adds.get(element.tensor.name, "atomicAdd"),
-            what=python_text(element),
+            source_text=python_text(element),
             window=windows.get(element),
         )
         for n, element in enumerate(elements)
@@ -120,13 +120,13 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
             functions,
             walk,
             score,
-            more=(
+            extra_functions=(
                 *derivatives.functions,
-                *(part.place for part in parts),
-                *(each for window in windows.values() for each in window.functions),
+                *(part.target for part in parts),
+                *(function for window in windows.values() for function in window.functions),
             ),
             partials=Partials(
-                derivatives.function.call(score=f"{kept}{fragment}[2 * r + c] * p.scale"),
+                derivatives.function.call(score=f"{kept_prefix}{fragment}[2 * r + c] * p.scale"),
                 ", ".join(part.sum for part in parts),
                 quad_sums=not kinds.isdisjoint(("row", "block")),
                 parts=derivatives,
@@ -135,7 +135,7 @@ def captured(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         parts=parts,
         exact=exact,
         sum_type=sums,
-        kept=kept,
+        kept_prefix=kept_prefix,
         window_entries=sum(window.entries for window in windows.values()),
         # A column's sum needs all of its rows together.
         skewed=bool(windows) and "column" not in kinds,

@@ -16,8 +16,8 @@ def returned(condition: sympy.Basic, printer: CPrinter) -> list[str]:
     divides or reads memory after an ``&&`` becomes a statement of its own.
     """
     conjunction = not isinstance(condition, sympy.Or)
-    joined = isinstance(condition, sympy.And | sympy.Or)
-    block = share_evaluated(*(condition.args if joined else (condition,)))
+    is_joined = isinstance(condition, sympy.And | sympy.Or)
+    block = share_evaluated(*(condition.args if is_joined else (condition,)))
     lets = _lets(block, printer)
     body: list[str] = []
     undecided: list[sympy.Basic] = []

@@ -51,16 +51,16 @@ def template_digest() -> str:
     Raises:
         RenderError: when the templates folder is missing.
     """
-    folder, found = template_folder(), hashlib.sha256()
+    folder, digest = template_folder(), hashlib.sha256()
     for path in sorted(folder.rglob("*.j2")):
         text = path.read_bytes()
-        found.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode())
-        found.update(text)
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode())
+        digest.update(text)
+    return digest.hexdigest()[:16]
 
 
 class _Lines(jinja2.ext.Extension):
-    """Guards at the end of lines, as blocks, and lines that are one value, as its lines.
+    """Turns guards at the end of lines into blocks, and a line that is one value into its lines.
 
     The line numbers of errors stay the same.
     """
@@ -71,19 +71,19 @@ class _Lines(jinja2.ext.Extension):
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
         lines = source.split("\n")
-        guards = {i: found for i, line in enumerate(lines) if (found := self._GUARD.match(line))}
+        guards = {i: guard for i, line in enumerate(lines) if (guard := self._GUARD.match(line))}
         lines = [guards[i][1] if i in guards else line for i, line in enumerate(lines)]
-        last = {i: self._last(lines, i) if found[2] else i for i, found in guards.items()}
+        last = {i: self._last(lines, i) if guard[2] else i for i, guard in guards.items()}
         lines = [self._VALUE.sub(self._lines_of_value, line) for line in lines]
-        for i, found in reversed(guards.items()):
-            lines[i] = f"/*% if {found[3]} %*/{lines[i]}"
+        for i, guard in reversed(guards.items()):
+            lines[i] = f"/*% if {guard[3]} %*/{lines[i]}"
             ends_its_lines = lines[last[i]].endswith(("#*/", "%*/"))
             lines[last[i]] += "/*% endif %*/" if ends_its_lines else '/*{ "\\n" }*//*% endif %*/'
         return "\n".join(lines)
 
     @staticmethod
-    def _lines_of_value(found: re.Match[str]) -> str:
-        return f"/*{{ ({found[2]}) | lines({len(found[1])}) }}*//*# trims the end #*/"
+    def _lines_of_value(match: re.Match[str]) -> str:
+        return f"/*{{ ({match[2]}) | lines({len(match[1])}) }}*//*# trims the end #*/"
 
     @classmethod
     def _last(cls, lines: list[str], i: int) -> int:
@@ -124,7 +124,7 @@ def environment() -> jinja2.Environment:
     Raises:
         RenderError: when the templates folder is missing.
     """
-    made = jinja2.Environment(
+    result = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_folder()),
         block_start_string="/*%",
         block_end_string="%*/",
@@ -140,8 +140,8 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         extensions=[_Lines],
     )
-    made.filters.update(one_line=one_line, lines=_lines_of)
-    return made
+    result.filters.update(one_line=one_line, lines=_lines_of)
+    return result
 
 
 def render_template(template: str, /, **fields: object) -> str:

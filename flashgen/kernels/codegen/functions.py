@@ -154,7 +154,7 @@ _TESTS = {
 
 
 def _notes(folded: FoldedScore | None) -> list[str]:
-    """What is folded, as comments."""
+    """The notes on the folded factors, as comments."""
     return comment(f"Of an element of Q K^T: {'; '.join(folded.notes)}.") if folded else []
 
 
@@ -172,7 +172,7 @@ class SpecFunctions:
     ) -> None:
         """
         Args:
-            more_tensors: tensors that functions may read besides those of the spec.
+            more_tensors: tensors that functions may read besides the spec's.
         """
         names = {s: text.split()[1] for s, text in PARAMETERS.items()} | FIELDS
         for scalar in spec.scalars:
@@ -192,9 +192,9 @@ class SpecFunctions:
         self.printer.multipliers = {s.expr: f"p.{multiplier_field(s)}" for s in divisors}
         self.printer.inverses = {s.expr: f"p.{inverse_field(s)}" for s in divisors}
         # The tensors that the kernel itself reads.
-        own = (*(BOUNDARIES if spec.packed else ()), *(PAGES if spec.paged else ()))
-        given = {tensor.symbol for tensor in spec.tensors}
-        self.printer.tensors |= {tensor.symbol for tensor in own} & given
+        kernel_tensors = (*(BOUNDARIES if spec.packed else ()), *(PAGES if spec.paged else ()))
+        spec_symbols = {tensor.symbol for tensor in spec.tensors}
+        self.printer.tensors |= {tensor.symbol for tensor in kernel_tensors} & spec_symbols
         self.printer.tensors |= {tensor.symbol for tensor in spec.offsets}
 
     @property
@@ -207,7 +207,9 @@ class SpecFunctions:
     def readers(self) -> tuple[DeviceFunction, ...]:
         """The functions that read these tensors and their min/max tables."""
         by_symbol = {tensor.symbol: tensor for tensor in self.tensors}
-        extremes = sorted(self.printer.extremes, key=lambda each: (each[0].name, *each[1:]))
+        extremes = sorted(
+            self.printer.extremes, key=lambda extreme_key: (extreme_key[0].name, *extreme_key[1:])
+        )
         return (
             *(reader(t) for t in self.tensors if t.symbol in self.printer.tensors),
             *(extreme(by_symbol[symbol], axis, least) for symbol, axis, least in extremes),
@@ -230,12 +232,12 @@ class SpecFunctions:
     ) -> SpecFunction:
         free = set().union(*(expr.free_symbols for expr in exprs)) if exprs else set()
         uses = free & (PARAMETERS.keys() - self.direction.ends.keys())
-        return SpecFunction.of(name, returns, why, body, uses)
+        return SpecFunction.create(name, returns, why, body, uses)
 
     # The user's functions.
 
     def score_mod(self, folded: FoldedScore | None = None) -> FunctionInParts:
-        """The score function; with ``folded``, what is left of it, of an element of Q K^T."""
+        """The score function; with ``folded``, its remaining part as a function of Q K^T."""
         why = [*self._source(self.spec.score_line), *_notes(folded)]
         code = folded.code if folded else self.score.value
         return self._scoring("score_mod", "float", why, code)
@@ -260,7 +262,7 @@ class SpecFunctions:
         why = comment(f"Derivatives of score_mod by {names}.")
         return self._scoring("score_partials", "Partials", why, self.score.partials)
 
-    def place_of(self, name: str, element: Element, kind: str) -> SpecFunction:
+    def address_of(self, name: str, element: Element, kind: str) -> SpecFunction:
         """The address of the gradient of ``element``, at which ``name`` is accumulated.
 
         Args:
@@ -303,12 +305,12 @@ class SpecFunctions:
 
     # The bounds and conditions of the analysis.
 
-    def row(self, along: Direction, kept: Interval) -> SpecFunction:
+    def row(self, along: Direction, row_range: Interval) -> SpecFunction:
         """The range of positions ``along`` an axis that a row keeps."""
         why = [*self._source(self.spec.mask_line), *comment(along.row_why)]
         if self.mask.always:
             why = comment(along.row_all)
-        return self._range(along.row, why, kept, along)
+        return self._range(along.row, why, row_range, along)
 
     def tile_reach(self) -> SpecFunction:
         return self._range("tile_reach", comment(self.direction.reach_why), self.mask.reach)
@@ -326,8 +328,7 @@ class SpecFunctions:
         """The search for the next tile for which ``may`` is true: it may have a kept element.
 
         Args:
-            keeps: whether the warp keeps what its lanes found about 32 tiles at once, by ``must``
-                too.
+            keeps: whether the warp keeps the results of its lanes for 32 tiles, also of ``must``.
         """
         once = ", once for all of them" if keeps else ""
         why = (
@@ -336,31 +337,33 @@ class SpecFunctions:
         )
         live = f"const bool live = tile + lane < tile_end && {may.call(tile='tile + lane')};"
         if keeps:
-            found = [
+            search = [
                 "if (unsigned(tile - known.first) >= 32) {",
                 "  known.first = tile;",
                 f"  {live}",
                 "  known.live = __ballot_sync(0xffffffffu, live);",
             ]
             if must is not None:
-                found += [
+                search += [
                     f"  const bool full = live && {must.call(tile='tile + lane')};",
                     "  known.full = __ballot_sync(0xffffffffu, full);",
                 ]
-            found += ["}", "const unsigned lives = known.live >> (tile - known.first);"]
+            search += ["}", "const unsigned lives = known.live >> (tile - known.first);"]
         else:
-            found = [live, "const unsigned lives = __ballot_sync(0xffffffffu, live);"]
+            search = [live, "const unsigned lives = __ballot_sync(0xffffffffu, live);"]
         body = (
             "const int lane = threadIdx.x % 32;",
             f"for (; tile < tile_end; tile {'= known.first + 32' if keeps else '+= 32'}) {{",
-            *(f"  {line}" for line in found),
+            *(f"  {line}" for line in search),
             "  if (lives != 0) return tile + __ffs(lives) - 1;",
             "}",
             "return tile_end;",
         )
         uses = may.uses | (must.uses if keeps and must else frozenset()) | {TILE, TILE_END}
-        given = ["KnownTiles& known"] if keeps else []
-        return SpecFunction.of("next_live_tile", "int", comment(why), body, uses, given=given)
+        extra_params = ["KnownTiles& known"] if keeps else []
+        return SpecFunction.create(
+            "next_live_tile", "int", comment(why), body, uses, extra_params=extra_params
+        )
 
     def tile_must(self) -> SpecFunction:
         return self._tile_condition("tile_must", self.mask.must)
@@ -390,7 +393,7 @@ class SpecFunctions:
     def _tile_tests(self) -> dict[str, tuple[SpecFunction, ...]]:
         """The tests of tiles by name, with the functions of the bounds that they share.
 
-        Empty where a part of a test reads memory or divides: it is evaluated only where needed.
+        Empty where a test reads memory or divides: its parts are evaluated only where needed.
         """
         tests = {"tile_may": self.mask.may, "tile_must": self.mask.must}
         if any(map(is_costly, tests.values())):
@@ -399,23 +402,26 @@ class SpecFunctions:
         if not (code.values(Level.QUERY) and code.values(Level.KEY)):
             return {}
         why = "What the tests of tiles compute from the {many} alone."
-        made = values_of("tile", why, code, self.printer)
-        found = {"": tuple(values.function for values in made.values())}
+        by_level = values_of("tile", why, code, self.printer)
+        functions = {"": tuple(values.function for values in by_level.values())}
         lets = dict(code.block.lets)
-        of_values = set().union(*(values.function.uses for values in made.values()))
+        value_uses = set().union(*(values.function.uses for values in by_level.values()))
         for number, (name, why) in enumerate(_TESTS.items()):
             needed = code.needed(Level.SCORE, number)
             exprs = [*(lets[symbol] for symbol in needed), code.block.results[number]]
-            read = of_values.union(*(expr.free_symbols for expr in exprs))
+            read = value_uses.union(*(expr.free_symbols for expr in exprs))
             body = [
                 *(text for end, text in self.direction.ends.items() if end in read),
-                *(f"const {each.kind} {each.name} = {each.call};" for each in made.values()),
+                *(
+                    f"const {value.kind} {value.name} = {value.call};"
+                    for value in by_level.values()
+                ),
                 *(self.printer.let(symbol, lets[symbol]) for symbol in needed),
                 f"return {self.printer.expr(code.block.results[number])};",
             ]
             uses = (read & PARAMETERS.keys()) - self.direction.ends.keys() | {TILE}
-            found[name] = (SpecFunction.of(name, "bool", comment(why), body, uses),)
-        return found
+            functions[name] = (SpecFunction.create(name, "bool", comment(why), body, uses),)
+        return functions
 
     @property
     def tile_values(self) -> tuple[SpecFunction, ...]:

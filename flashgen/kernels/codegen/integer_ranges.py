@@ -24,7 +24,7 @@ from flashgen.spec.language.python_printer import python_text
 
 @dataclass
 class AssumedBlock:
-    """What a kernel takes to hold of the integers of one block of code.
+    """The assumptions of a kernel about the integers of one block of code.
 
     Attributes:
         lets: the integers of the block that have names.
@@ -38,22 +38,22 @@ class AssumedBlock:
 
     @property
     def assumes(self) -> bool:
-        """Whether it takes anything to hold."""
+        """Whether there are assumptions."""
         return bool(self.assumed or self.natural)
 
 
 def sizes_of_parts(
     expr: sympy.Expr,
-    known: Mapping[sympy.Symbol, Limits],
+    bounds: Mapping[sympy.Symbol, Limits],
     memo: dict[sympy.Expr, Limits] | None = None,
 ) -> int:
     """The largest magnitude of an integer expression and of its partial sums and products.
 
-    ``known`` and ``memo`` are those of `limits`.
+    ``bounds`` and ``memo`` are as for `limits`.
     """
 
     def size(part: sympy.Expr) -> int:
-        return max(map(abs, limits(part, known, memo)))
+        return max(map(abs, limits(part, bounds, memo)))
 
     if isinstance(expr, sympy.Add):
         return sum(map(size, expr.args))
@@ -67,22 +67,22 @@ def sizes_of_parts(
 
 def beyond_int32(blocks: Iterable[AssumedBlock], ranges: CallRanges) -> str:
     """The first assumption that may not hold in a call, in words; "" where all hold."""
-    given = dict(zip(ranges.names, ranges.ends, strict=True))
+    call_bounds = dict(zip(ranges.names, ranges.ends, strict=True))
     for block in blocks:
         for offset in block.natural:
-            if given[offset][0] < 0:
+            if call_bounds[offset][0] < 0:
                 return f"{offset} can be negative"
         exprs = [*(value for _, value in block.lets), *block.assumed]
         lets = {symbol for symbol, _ in block.lets}
         free: set[sympy.Symbol] = set().union(*(expr.free_symbols for expr in exprs))
-        known = {s: given[s.name] for s in free - lets if s.name in given}
+        bounds = {s: call_bounds[s.name] for s in free - lets if s.name in call_bounds}
         for symbol, value in block.lets:
-            known[symbol] = limits(value, known)
-        whole = dict(block.lets)
+            bounds[symbol] = limits(value, bounds)
+        let_values = dict(block.lets)
         for expr in block.assumed:
-            size = sizes_of_parts(expr, known)
+            size = sizes_of_parts(expr, bounds)
             if size > INT32_MAX:
                 while not lets.isdisjoint(expr.free_symbols):
-                    expr = expr.xreplace(whole)
+                    expr = expr.xreplace(let_values)
                 return f"{python_text(expr)} can reach {size:,}"
     return ""

@@ -21,10 +21,10 @@ from flashgen.kernels.codegen.params import (
     params_of,
 )
 from flashgen.kernels.codegen.readers import (
+    address_of_sum,
     param_of_table,
     params_of_gradient,
     params_of_tensor,
-    place_of_sum,
     reader,
     type_of_sums,
 )
@@ -59,25 +59,25 @@ class KernelCode:
     """The C++ of one kernel that is made from its spec.
 
     Attributes:
-        functions: makes the functions from the mask and the score.
+        functions: the object that makes functions from the mask and the score.
         walk: the walk over tiles.
         score: the score of an element, and its derivative in backward kernels.
-        more: functions besides those of walk and score.
+        extra_functions: functions besides the functions of walk and score.
         partials: the derivatives by learned tensors, in the kernel that sums their gradients.
-        tensors: tensors that the kernel itself reads, each with the function that does.
+        tensors: tensors that the kernel itself reads, each with the function that reads it.
     """
 
     functions: SpecFunctions
     walk: WalkCode
     score: ScoreCode
-    more: tuple[SpecFunction, ...] = ()
+    extra_functions: tuple[SpecFunction, ...] = ()
     partials: object = None
     tensors: tuple[tuple[Tensor, DeviceFunction], ...] = ()
 
     @property
     def printed(self) -> tuple[SpecFunction, ...]:
         """All functions in the order in which the file has them."""
-        return (*self.score.functions, *self.walk.functions, *self.more)
+        return (*self.score.functions, *self.walk.functions, *self.extra_functions)
 
 
 def kernel(
@@ -101,7 +101,10 @@ def kernel(
         plan,
         kernel_name(spec, plan),
         params,
-        spec_section=(*(each.text for each in readers), *(each.text for each in printed)),
+        spec_section=(
+            *(function.text for function in readers),
+            *(function.text for function in printed),
+        ),
         maps=[param.name for param in params if param.ctype == "tensormap"],
         walk=code.walk if code else None,
         score=code.score if code else None,
@@ -124,32 +127,34 @@ def _tensors_read(
     tensors = code.functions.tensors if code else ()
     readers = code.functions.readers if code else ()
     for tensor, function in code.tensors if code else ():
-        if function.name not in {each.name for each in readers}:
+        if function.name not in {existing.name for existing in readers}:
             tensors, readers = (*tensors, tensor), (*readers, function)
     sink = _sink_of(spec, plan)
     if sink is not None and sink.name not in {tensor.name for tensor in tensors}:
         tensors, readers = (*tensors, sink), (*readers, reader(sink))
     if _is_packed(spec, plan) and code is None:
         tensors, readers = BOUNDARIES, tuple(map(reader, BOUNDARIES))
-    if plan.of_captured:
+    if plan.is_for_learned:
         sums = type_of_sums(plan)
-        readers += tuple(place_of_sum(tensor, sums) for tensor in tensors if tensor.grad)
+        readers += tuple(address_of_sum(tensor, sums) for tensor in tensors if tensor.grad)
     return tensors, readers
 
 
 def _params_of_kernel(
     spec: AttentionSpec, plan: Plan, code: KernelCode | None, tensors: tuple[Tensor, ...]
 ) -> list[Param]:
-    """All that the templates may read of the call; `rendered` keeps what they do read."""
-    own = params_of(spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving)
-    params = [*own, *WORK_TILES]
+    """All parameters that the template may read; `rendered` keeps those that it does read."""
+    role_params = params_of(
+        spec, plan.kernel, plan.code_path, in_parts=plan.in_parts, moving=plan.moving
+    )
+    params = [*role_params, *WORK_TILES]
     params += [param for tensor in tensors for param in params_of_tensor(tensor)]
     tables = code.functions.tables if code else ()
     params += [param_of_table(tensor, axis) for tensor, axis in tables]
     if _codes_of(spec, plan) is not None:  # kernels copy the scales of codes with them
         params += [param for tensor in SCALES for param in params_of_tensor(tensor)]
     params.append(SINK_SUMS)
-    if plan.of_captured:
+    if plan.is_for_learned:
         learned, sums = [tensor for tensor in tensors if tensor.grad], type_of_sums(plan)
         params += [param for tensor in learned for param in params_of_gradient(tensor, sums)]
     return params
@@ -161,7 +166,7 @@ def _sink_of(spec: AttentionSpec, plan: Plan) -> Tensor | None:
 
 
 def _is_packed(spec: AttentionSpec, plan: Plan) -> bool:
-    """Whether blocks have sequences; the delta kernel has rows, whatever their sequence."""
+    """Whether blocks belong to sequences; "delta" has rows, whatever their sequence."""
     return spec.packed and plan.kernel != "delta"
 
 
@@ -291,8 +296,8 @@ def rendered(
     """The file of a template, without what its kernel does not use.
 
     Args:
-        appends: of a kernel that appends to a paged cache, the call that builds it, up to its
-            architecture.
+        appends: for a kernel that appends to a paged cache, the start of the call that builds it,
+            up to the architecture.
 
     Raises:
         RenderError: the template uses a field that is missing.
@@ -310,13 +315,13 @@ def rendered(
         spec_section=spec_section,
         **fields,
     )
-    text, kept = used(simplified(text), params)
+    text, used_params = used(simplified(text), params)
     text = within_columns(tidy(text))
     return Source(
         name,
         f"{name}_{plan.arch}.cu",
         text,
-        kept,
+        used_params,
         plan,
         tuple(function for function in spec_section if function in text),
         outlined,
@@ -339,15 +344,15 @@ def head_of(plan: Plan) -> str:
 def logit_of_row(spec: AttentionSpec, plan: Plan, sink: Tensor) -> str:
     """C++ of the element of a sink, or of its tangent, for a row with the number ``{row}``."""
     head = head_in_whole(spec, head_of(plan))
-    at = {"batch": "b", "heads": head, "seq_q": "p.q_offset + {row}"}
-    places = (at.get(str(dim), "0") for dim in sink.dims)
-    return f"read_{sink.name}({', '.join(['p', *places])})"
+    index_of_dim = {"batch": "b", "heads": head, "seq_q": "p.q_offset + {row}"}
+    indices = (index_of_dim.get(str(dim), "0") for dim in sink.dims)
+    return f"read_{sink.name}({', '.join(['p', *indices])})"
 
 
 def _counted_head(plan: Plan, first: str) -> str:
     """C++ of the head of a lane's row r in row group g, where its rows have different heads.
 
-    `first` is that of its first row. Of rows without a head it is past the last head of the tile.
+    `first` is the head of its first row. For rows without a head it is past the last head.
     """
     terms = [first]
     for rows, index in ((MMA_ROWS, "g"), (MMA_ROWS // 2, "r")):

@@ -160,19 +160,23 @@ def params_of(
     paged = spec.paged and role in PAGED_KERNELS
     if paged:
         # TMA cannot copy all rows: a kernel for Hopper has the addresses of the caches too.
-        params = [_of_pages(param) for param in params if by_tma or param.name not in _CACHES]
+        params = [_for_pages(param) for param in params if by_tma or param.name not in _CACHES]
         caches = [_tensor(name, written=False) for name in _CACHES.values()]
         if spec.kv_dtype is not None:
             caches = [replace(param, cpp_type="const Code*") for param in caches]
         before = ("q", *mapped)  # tensor maps are the first fields
-        at = next((i for i, each in enumerate(params) if each.name not in before), len(params))
-        params[at:at] = caches
+        insert_index = next(
+            (i for i, param in enumerate(params) if param.name not in before), len(params)
+        )
+        params[insert_index:insert_index] = caches
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.split and not spec.folds:
         params[-1] = Param("o", "float*", _OF_SPLITS.format(_SHAPES["o"][1:]))
-        merges_splits = (replace(each, what=_OF_SPLITS.format(each.what[1:])) for each in rows)
-        rows = (*merges_splits, *_SPLITS, *((_RUN,) if spec.runs else ()))
+        split_rows = (
+            replace(param, meaning=_OF_SPLITS.format(param.meaning[1:])) for param in rows
+        )
+        rows = (*split_rows, *_SPLITS, *((_RUN,) if spec.runs else ()))
     params += [*rows, *(_tensor(name, written=True) for name in gradients)]
     if role in ("fused", "convert_dq"):
         params.append(Param("dq_sum", "float*", path.dq_sums))
@@ -193,20 +197,20 @@ def params_of(
         c_type = SCALAR_DTYPES[scalar.dtype].c_type
         params.append(Param(f"s_{scalar.name}", c_type, f"the spec's {scalar.name}"))
         if scalar.dtype == "int32" and not is_set_by_kernel(spec, scalar):
-            what = f"multiplier and shift of a division by {scalar.name}"
-            params.append(Param(multiplier_field(scalar), "long long", what))
-            what = f"inverse and limit by which {scalar.name} is found to divide a number"
-            params.append(Param(inverse_field(scalar), "long long", what))
+            meaning = f"multiplier and shift of a division by {scalar.name}"
+            params.append(Param(multiplier_field(scalar), "long long", meaning))
+            meaning = f"inverse and limit by which {scalar.name} is found to divide a number"
+            params.append(Param(inverse_field(scalar), "long long", meaning))
     if not spec.is_softmax:
-        params = [_of_weights(param) for param in params]
+        params = [_for_weights(param) for param in params]
     if spec.packed and role != "delta":
-        params = [_of_all_sequences(param) for param in params]
+        params = [_for_all_sequences(param) for param in params]
     return tuple(params)
 
 
-def _of_weights(param: Param) -> Param:
+def _for_weights(param: Param) -> Param:
     """The parameter of a kernel whose weights are no exponentials."""
-    return replace(param, what=param.what.replace(_LOG, "sums of weights"))
+    return replace(param, meaning=param.meaning.replace(_LOG, "sums of weights"))
 
 
 def head_in_whole(spec: AttentionSpec, head: str) -> str:
@@ -220,7 +224,7 @@ def heads_of_whole(spec: AttentionSpec) -> str:
 
 
 def is_set_by_kernel(spec: AttentionSpec, scalar: Scalar) -> bool:
-    """Whether kernels set a scalar for each sequence: the length of one with split keys."""
+    """Whether kernels set a scalar for each sequence: its length, where keys are split."""
     return (spec.paged or spec.packed) and spec.split and scalar.name == WHOLE[3]
 
 
@@ -230,24 +234,24 @@ def multiplier_field(scalar: Scalar) -> str:
 
 
 def inverse_field(scalar: Scalar) -> str:
-    """The field by which kernels test for multiples of a scalar, as `multiplier_field`."""
+    """The field by which kernels test for multiples of a scalar; see `multiplier_field`."""
     return f"i_{scalar.name}"
 
 
-def _of_all_sequences(param: Param) -> Param:
+def _for_all_sequences(param: Param) -> Param:
     """The field with the comment that it has where sequences are packed in one batch entry."""
     sizes = {"batch": "sequences", "seq_q": "rows of all sequences", "seq_k": "keys of all"}
-    what = sizes.get(param.name, param.what.replace("[batch, ", "[1, "))
+    meaning = sizes.get(param.name, param.meaning.replace("[batch, ", "[1, "))
     if param.ctype == "tensormap":
-        what += ", with ragged rows"
-    return replace(param, what=what)
+        meaning += ", with ragged rows"
+    return replace(param, meaning=meaning)
 
 
-def _of_pages(param: Param) -> Param:
+def _for_pages(param: Param) -> Param:
     """The field with the comment that it has where keys and values are in pages."""
     if param.name not in _CACHES:
         return param
-    return replace(param, what=f"{_SHAPES[_CACHES[param.name]]}, read by TMA")
+    return replace(param, meaning=f"{_SHAPES[_CACHES[param.name]]}, read by TMA")
 
 
 def tangent_field(name: str) -> str:
@@ -260,8 +264,8 @@ def _shape(name: str) -> str:
 
 
 def _map(name: str) -> Param:
-    what = f"{_shape(name)}, read by TMA"
-    return Param(name, "TensorMap", what, f"{name}_map")
+    meaning = f"{_shape(name)}, read by TMA"
+    return Param(name, "TensorMap", meaning, f"{name}_map")
 
 
 def _tensor(name: str, *, written: bool) -> Param:
@@ -274,11 +278,11 @@ def _strides(*tensors: str) -> list[Param]:
         Param(
             f"{tensor}_stride_{axis}",
             "long long",
-            f"elements to the next {what}",
+            f"elements to the next {unit}",
             f"{_cpp_name(tensor)}_stride_{axis}",
         )
         for tensor in tensors
-        for axis, what in (_AXES | ({"b": "page"} if tensor in _CACHES.values() else {})).items()
+        for axis, unit in (_AXES | ({"b": "page"} if tensor in _CACHES.values() else {})).items()
     ]
 
 

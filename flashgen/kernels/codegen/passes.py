@@ -32,7 +32,7 @@ def walk_of_kernel(role: str) -> WalkedAxis:
 
 
 def emitted(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
-    """The source of a kernel of a forward, backward or tangent pass, the one that a plan is for.
+    """The source of the kernel of a plan: of a forward, backward or tangent pass.
 
     Args:
         analysis: the analysis for the axis `walk_of_kernel(plan.kernel)`.
@@ -51,7 +51,7 @@ def _forward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
     walk = walk_of(functions, plan)
     element = "s[g][box * (BOX_K / 8) + n][e]" if plan.box_k else "s[g][n][e]"
     folded = folded_score(spec, plan.kernel)
-    score = ScoreCode.of(functions, folded, element=element, head=head_of(plan))
+    score = ScoreCode.create(functions, folded, element=element, head=head_of(plan))
     return kernel(
         f"{plan.code_path.templates}/forward.cu.j2",
         spec,
@@ -69,17 +69,17 @@ def _backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         return delta(spec, plan)
     if plan.kernel in CONVERT_KERNELS:
         return convert(spec, plan)
-    if plan.of_captured:
+    if plan.is_for_learned:
         return captured(spec, analysis, plan)
-    whole, boxes = (QUERIES, GATHERED_QUERIES) if plan.owns_keys else (KEYS, GATHERED_KEYS)
-    direction = boxes if plan.gathers else whole
+    tiles, boxes = (QUERIES, GATHERED_QUERIES) if plan.owns_keys else (KEYS, GATHERED_KEYS)
+    direction = boxes if plan.gathers else tiles
     functions = SpecFunctions(spec, analysis, direction, wide=plan.integer_bits == 64)
     # A kernel that walks the queries of several heads names its current head and tile so.
     renamed = {"h": "next_h", "tile": "next_tile"} if plan.owns_keys else {}
     element = "prob[n][e]" if plan.in_passes else f"{plan.code_path.fragment}[e]"
     # In passes, the multiplication by the scale is what copies scores to other registers.
     folded = None if plan.in_passes else folded_score(spec, plan.kernel)
-    score = ScoreCode.of(functions, folded, slope=True, element=element, scaled=plan.in_passes)
+    score = ScoreCode.create(functions, folded, slope=True, element=element, scaled=plan.in_passes)
     walk = walk_of(functions, plan, **renamed)
     exchanges = "dS" if plan.kernel == "fused" else None
     if plan.score_warps > 1 and not plan.streamed:
@@ -94,27 +94,33 @@ def _backward(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
 
 
 def _tangent(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
-    """The tangents of O and LSE, along those of the tensors that `Plan.tangents` names."""
-    of_tensors = tangent_tensors(spec)
-    given = tuple(each for name, each in of_tensors.items() if name in plan.tangents)
-    functions = SpecFunctions(spec, analysis, wide=plan.integer_bits == 64, more_tensors=given)
+    """The tangents of O and LSE, along the tangents of the tensors in `Plan.tangents`."""
+    tangents_by_name = tangent_tensors(spec)
+    tangents_read = tuple(
+        tensor for name, tensor in tangents_by_name.items() if name in plan.tangents
+    )
+    functions = SpecFunctions(
+        spec, analysis, wide=plan.integer_bits == 64, more_tensors=tangents_read
+    )
     names = frozenset(plan.tangents)
     moves_q, moves_k = "q" in plan.moving, "k" in plan.moving
-    score = ScoreCode.of(functions, None, element=f"{plan.code_path.fragment}[e]")
+    score = ScoreCode.create(functions, None, element=f"{plan.code_path.fragment}[e]")
     if plan.scores_move and score.call:
-        found = analyse_tangents(spec, directions_of(spec, moves_q or moves_k, names))
-        score = ScoreCode.moved(functions, found)
+        tangent_analysis = analyse_tangents(spec, directions_of(spec, moves_q or moves_k, names))
+        score = ScoreCode.with_tangent(functions, tangent_analysis)
     walk = walk_of(functions, plan)
     sink = spec.sink
-    of_sink = of_tensors.get(sink.name) if sink is not None and sink.name in names else None
-    drifts = spec.sums_weights and (plan.scores_move or of_sink is not None)
+    sink_tangent = (
+        tangents_by_name.get(sink.name) if sink is not None and sink.name in names else None
+    )
+    drifts = spec.sums_weights and (plan.scores_move or sink_tangent is not None)
     arrays = ["s"] * ("v" in plan.moving) + ["moved"] * plan.scores_move
     return kernel(
         f"{plan.code_path.templates}/tangent.cu.j2",
         spec,
         plan,
-        KernelCode(functions, walk, score, tensors=_read(of_sink)),
-        # The operands that a block keeps, and those of a step, by their names in the struct.
+        KernelCode(functions, walk, score, tensors=_read(sink_tangent)),
+        # The operands that a block keeps, and the operands of a step, by their names in the struct.
         own_rows=["q", *["q_tangent"] * moves_q],
         step_k=["k", *["k_tangent"] * moves_k],
         step_v=[*["v"] * plan.scores_move, *["v_tangent"] * ("v" in plan.moving)],
@@ -125,10 +131,10 @@ def _tangent(spec: AttentionSpec, analysis: Analysis, plan: Plan) -> Source:
         has_reference=plan.scores_move and spec.is_softmax,
         sums_drift=drifts,
         operands_of_products=arrays,
-        sink_tangent=None if of_sink is None else logit_of_row(spec, plan, of_sink),
+        sink_tangent=None if sink_tangent is None else logit_of_row(spec, plan, sink_tangent),
     )
 
 
 def _read(tensor: Tensor | None) -> tuple[tuple[Tensor, DeviceFunction], ...]:
-    """A tensor that the kernel itself reads, with the function that does."""
+    """A tensor that the kernel itself reads, with the function that reads it."""
     return () if tensor is None else ((tensor, reader(tensor)),)

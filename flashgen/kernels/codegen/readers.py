@@ -28,29 +28,29 @@ def reader(tensor: Tensor) -> DeviceFunction:
     why = f"The spec's {tensor.name}"
     if tensor.dims:
         why += ": an index outside it means its nearest element"
-    place, before = _place("c", tensor)
+    address, before = _address("c", tensor)
     return DeviceFunction(
         name=f"read_{tensor.name}",
         returns=element.value,
         parameters=_parameters(tensor),
         comment=tuple(comment(f"{why}.")),
-        body=(*before, f"return {element.conversion.format(f'__ldg({place})')};"),
+        body=(*before, f"return {element.conversion.format(f'__ldg({address})')};"),
     )
 
 
-def place_of_sum(tensor: Tensor, kind: str) -> DeviceFunction:
+def address_of_sum(tensor: Tensor, kind: str) -> DeviceFunction:
     """``sum_of_bias(p, i, j)``: the address of the gradient of ``read_bias(p, i, j)``.
 
     Args:
         kind: the type of the sum, from `type_of_sums`.
     """
-    place, before = _place("dc", tensor)
+    address, before = _address("dc", tensor)
     return DeviceFunction(
         name=f"sum_of_{tensor.name}",
         returns=f"{kind}*",
         parameters=_parameters(tensor),
         comment=tuple(comment(f"The address at which the gradient of {tensor.name} is summed.")),
-        body=(*before, f"return {place};"),
+        body=(*before, f"return {address};"),
     )
 
 
@@ -65,7 +65,9 @@ def extreme(tensor: Tensor, axis: int, least: bool) -> DeviceFunction:
     others = [other for other in range(len(tensor.dims)) if other != axis]
     indices = INDICES[: len(others)]
     line, lines = _line(name, others, indices)
-    what = f"The {kind} element of {name} from lo to hi along {tensor.dims[axis]}, in whole spans."
+    description = (
+        f"The {kind} element of {name} from lo to hi along {tensor.dims[axis]}, in whole spans."
+    )
     body = [
         f"const int first = inside(lo, {size}) / SPAN;",
         f"const int last = max(first, inside(hi, {size}) / SPAN);",
@@ -80,7 +82,7 @@ def extreme(tensor: Tensor, axis: int, least: bool) -> DeviceFunction:
         name=f"{kind}_{name}_{axis}",
         returns=returns,
         parameters=("const Params& p", "int lo", "int hi", *(f"int {i}" for i in indices)),
-        comment=tuple(comment(what)),
+        comment=tuple(comment(description)),
         body=tuple(body),
     )
 
@@ -90,8 +92,8 @@ def _line(name: str, others: list[int], indices: str) -> tuple[str, str]:
     line, lines = "", ""
     for i, other in zip(indices, others, strict=True):
         length = f"p.c_{field_stem(name)}_size_{other}"
-        here = f"inside({i}, {length})"
-        line = f"({line}) * {length} + {here}" if line else here
+        clamped = f"inside({i}, {length})"
+        line = f"({line}) * {length} + {clamped}" if line else clamped
         lines = f"{lines} * {length}" if lines else length
     return line or "0", lines or "1"
 
@@ -110,7 +112,7 @@ def _parameters(tensor: Tensor) -> tuple[str, ...]:
     return ("const Params& p", *(f"int {i}" for i in INDICES[: len(tensor.dims)]))
 
 
-def _place(prefix: str, tensor: Tensor) -> tuple[str, list[str]]:
+def _address(prefix: str, tensor: Tensor) -> tuple[str, list[str]]:
     """C++ of an element's address in the field ``p.<prefix>_<stem>``, and the statements before."""
     stem = field_stem(tensor.name)
     field = f"{prefix}_{stem}"
@@ -136,13 +138,13 @@ def params_of_tensor(tensor: Tensor) -> list[Param]:
 def params_of_gradient(tensor: Tensor, kind: str) -> list[Param]:
     """The fields for the gradient of a learned tensor; ``kind`` is the type of the sums."""
     name = f"dc_{field_stem(tensor.name)}"
-    what = f"{_shape(tensor)}, zeros before the launch"
-    params = [Param(name, f"{kind}*", what), *_strides(name, tensor)]
+    meaning = f"{_shape(tensor)}, zeros before the launch"
+    params = [Param(name, f"{kind}*", meaning), *_strides(name, tensor)]
     if kind == EXACT_SUM:
-        what = "bits of the largest |x| that is added, 0 before the launch"
-        params.append(Param(f"greatest_{tensor.name}", "unsigned*", what))
-        what = "square root of the number of units in 1; null: not computed yet"
-        params.append(Param(f"root_{tensor.name}", "const float*", what))
+        meaning = "bits of the largest |x| that is added, 0 before the launch"
+        params.append(Param(f"greatest_{tensor.name}", "unsigned*", meaning))
+        meaning = "square root of the number of units in 1; null: not computed yet"
+        params.append(Param(f"root_{tensor.name}", "const float*", meaning))
     return params
 
 

@@ -28,7 +28,7 @@ class SharedValues:
 
     Attributes:
         kind: the name of the struct.
-        name, names: the variable with the values, and with those of several queries or keys.
+        name, names: the variable with the values of one query or key, and of several.
         function: the function that computes them.
         call: C++ of its call.
     """
@@ -57,27 +57,27 @@ class FunctionInParts:
     @property
     def shared(self) -> tuple[SharedValues, ...]:
         """The values of all levels, each after those that it is made from."""
-        return tuple(each for each in (self.head, self.query, self.key) if each is not None)
+        return tuple(values for values in (self.head, self.query, self.key) if values is not None)
 
     @property
     def functions(self) -> tuple[SpecFunction, ...]:
         """All functions, in the order of the file."""
-        return (*(each.function for each in self.shared), self.function)
+        return (*(values.function for values in self.shared), self.function)
 
-    def of(self, axis: str) -> SharedValues | None:
+    def values_of(self, axis: str) -> SharedValues | None:
         """The values of a query, for the axis "q", or of a key, for "k"."""
         return self.query if axis == "q" else self.key
 
-    def at(self, **replaced: str) -> FunctionInParts:
-        """The same with other C++ for arguments of the calls, as in `DeviceFunction.call`."""
+    def called_with(self, **replaced: str) -> FunctionInParts:
+        """This function with other C++ for arguments of its calls, as in `DeviceFunction.call`."""
 
-        def moved(values: SharedValues | None) -> SharedValues | None:
+        def with_call(values: SharedValues | None) -> SharedValues | None:
             if values is None:
                 return None
             return dataclasses.replace(values, call=values.function.call(**replaced))
 
         return dataclasses.replace(
-            self, head=moved(self.head), query=moved(self.query), key=moved(self.key)
+            self, head=with_call(self.head), query=with_call(self.query), key=with_call(self.key)
         )
 
 
@@ -89,38 +89,38 @@ def in_parts(
     printer: CPrinter,
     result: Callable[[], str],
 ) -> FunctionInParts:
-    """The function of a score with the values that it shares.
+    """The function of a score, with the values that it has in common with other scores.
 
     Args:
         name: its name, such as "score_mod"; names of values begin with its last word besides "mod".
-        result: C++ of what it returns; called when all shared values have their names.
+        result: makes the C++ of the returned value; called when all shared values have names.
     """
     prefix = name.removesuffix("_mod").rpartition("_")[2]
-    made = values_of(
+    by_level = values_of(
         prefix, f"What {name} has in common for all scores of a {{one}}.", code, printer
     )
-    for level, shared in made.items():
+    for level, shared in by_level.items():
         count = operations(_computed(code, level), printer.multipliers, fast=printer.fast)
         large = dataclasses.replace(shared.function, operations=count)
-        made[level] = dataclasses.replace(shared, function=large)
+        by_level[level] = dataclasses.replace(shared, function=large)
     values = dict(code.block.lets)
     body = [printer.let(symbol, values[symbol]) for symbol in code.needed(Level.SCORE)]
-    function = SpecFunction.of(
+    function = SpecFunction.create(
         name,
         returns,
         why,
         [*body, f"return {result()};"],
         _symbols(code, Level.SCORE),
-        given=_given(code, Level.SCORE, made),
+        extra_params=_extra_params(code, Level.SCORE, by_level),
         operations=operations(_computed(code, Level.SCORE), printer.multipliers, fast=printer.fast),
     )
-    return FunctionInParts(function, *(made.get(level) for level in _WORDS))
+    return FunctionInParts(function, *(by_level.get(level) for level in _WORDS))
 
 
 def values_of(
     prefix: str, why: str, code: LeveledCode, printer: CPrinter
 ) -> dict[Level, SharedValues]:
-    """The values of each level that has some; the printer then knows where they are.
+    """The values of each level that has some; afterwards the printer reads them by their fields.
 
     Args:
         prefix: the first word of their names.
@@ -128,30 +128,30 @@ def values_of(
     """
     values = dict(code.block.lets)
     printer.begin(code.block)
-    made: dict[Level, SharedValues] = {}
+    by_level: dict[Level, SharedValues] = {}
     for level, word in _WORDS.items():
-        kept = code.values(level)
-        if not kept:
+        symbols = code.values(level)
+        if not symbols:
             continue
         body = [printer.let(symbol, values[symbol]) for symbol in code.needed(level)]
-        names = [printer.names[symbol] for symbol in kept]
+        names = [printer.names[symbol] for symbol in symbols]
         kind, variable = f"{prefix}_{word}".title().replace("_", ""), f"{prefix}_{word}"
         fields = [
-            f"  {printer.let_type(s, values[s])} {n};" for s, n in zip(kept, names, strict=True)
+            f"  {printer.let_type(s, values[s])} {n};" for s, n in zip(symbols, names, strict=True)
         ]
-        function = SpecFunction.of(
+        function = SpecFunction.create(
             f"{variable}_values",
             kind,
             comment(why.format(one=word, many=_MANY[level])),
             [*body, f"return {{{', '.join(names)}}};"],
             _symbols(code, level),
-            given=_given(code, level, made),
+            extra_params=_extra_params(code, level, by_level),
             struct="\n".join([f"struct {kind} {{", *fields, "};"]),
         )
         several = f"{prefix}_{_MANY[level]}"
-        made[level] = SharedValues(kind, variable, several, function, function.call())
-        printer.names |= {s: f"{variable}.{n}" for s, n in zip(kept, names, strict=True)}
-    return made
+        by_level[level] = SharedValues(kind, variable, several, function, function.call())
+        printer.names |= {s: f"{variable}.{n}" for s, n in zip(symbols, names, strict=True)}
+    return by_level
 
 
 def _computed(code: LeveledCode, level: Level) -> list[sympy.Basic]:
@@ -170,11 +170,13 @@ def _symbols(code: LeveledCode, level: Level) -> set[sympy.Symbol]:
     return _read(code, level) & PARAMETERS.keys()
 
 
-def _given(code: LeveledCode, level: Level, made: dict[Level, SharedValues]) -> list[str]:
+def _extra_params(
+    code: LeveledCode, level: Level, by_level: dict[Level, SharedValues]
+) -> list[str]:
     """The parameters for the values of earlier levels that the code of a level reads."""
     read = _read(code, level)
     return [
         f"const {values.kind}& {values.name}"
-        for of, values in made.items()
-        if not read.isdisjoint(code.values(of))
+        for earlier, values in by_level.items()
+        if not read.isdisjoint(code.values(earlier))
     ]

@@ -21,13 +21,13 @@ class Param:
     Attributes:
         name: its name among the arguments of a launch.
         cpp_type: its type in C++.
-        what: a shape, or the meaning of a number; "" where the name says it.
-        cpp_name: its name in C++ where that is another one.
+        meaning: a shape, or the meaning of a number; "" where the name says it.
+        cpp_name: its name in C++, where it differs.
     """
 
     name: str
     cpp_type: str
-    what: str = ""
+    meaning: str = ""
     cpp_name: str = ""
 
     @property
@@ -48,7 +48,7 @@ class Param:
     @property
     def line(self) -> str:
         """The line of the struct."""
-        return f"  {self.declaration}" + (f"  // {self.what}" if self.what else "")
+        return f"  {self.declaration}" + (f"  // {self.meaning}" if self.meaning else "")
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ class Source:
         return self.plan.kernel
 
     def integers(self, ranges: CallRanges) -> str:
-        """The width of integers in words, with the reason in a call; "" where it has one form."""
+        """The width of integers in words, with the reason in a call; "" for the only width."""
         if not any(block.assumes for block in self.assumptions):
             return ""
         if self.plan.integer_bits == 64:
-            found = beyond_int32(self.assumptions, ranges)
-            return f"64-bit: {found or 'another kernel of the pass needs it'}"
+            reason = beyond_int32(self.assumptions, ranges)
+            return f"64-bit: {reason or 'another kernel of the pass needs it'}"
         return "32-bit: the sizes, offsets and scalars of the call keep all values within int32"
 
     @property
@@ -129,8 +129,8 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     """
     role, heads_per_tile = plan.kernel, plan.heads_per_tile
     if role == "delta":
-        own = f"{_sink_of_delta(spec)}{_divisor(spec)}"
-        return f"delta{own}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
+        variant = f"{_sink_of_delta(spec)}{_divisor(spec)}"
+        return f"delta{variant}_{OPERANDS[spec.dtype].short}_d{spec.head_dim_v}"
     if role in CONVERT_KERNELS:
         packed = "_packed" if spec.packed else ""
         dtype = OPERANDS[spec.dtype].short
@@ -145,13 +145,13 @@ def kernel_name(spec: AttentionSpec, plan: Plan) -> str:
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
     dims += "_shared_kv" if plan.one_tensor else ""
-    place = role if role in ("forward", "tangent") else f"backward_{role}"
-    place += "".join(f"_{name}" for name in plan.tangents)
-    place += "_parts" if plan.in_parts else ""
-    place += "_max_scores" if plan.returns_maxima else ""
+    pass_name = role if role in ("forward", "tangent") else f"backward_{role}"
+    pass_name += "".join(f"_{name}" for name in plan.tangents)
+    pass_name += "_parts" if plan.in_parts else ""
+    pass_name += "_max_scores" if plan.returns_maxima else ""
     heads = f"_heads{heads_per_tile}" if heads_per_tile > 1 else ""
     wide = "_int64" if plan.integer_bits == 64 else ""
-    return f"{spec.name}_{place}_{OPERANDS[spec.dtype].short}{codes}_{dims}{heads}{wide}"
+    return f"{spec.name}_{pass_name}_{OPERANDS[spec.dtype].short}{codes}_{dims}{heads}{wide}"
 
 
 def _sink_of_delta(spec: AttentionSpec) -> str:

@@ -48,25 +48,25 @@ class LayoutFunctions:
         uses: the symbols that the functions of tiles use.
     """
 
-    def __init__(self, make: SpecFunctions, plan: Plan) -> None:
-        self._make = make
+    def __init__(self, functions: SpecFunctions, plan: Plan) -> None:
+        self._direction = functions.direction
         self._strided = plan.key_stride > 1
-        self._head = head_in_whole(make.spec, "h")
-        by_keys = not make.direction.owns_keys
-        keys = replace(_KEYS, size="BOX_K") if make.direction is GATHERED_KEYS else _KEYS
-        gathers = make.direction is GATHERED_QUERIES
+        self._head = head_in_whole(functions.spec, "h")
+        by_keys = not functions.direction.owns_keys
+        keys = replace(_KEYS, size="BOX_K") if functions.direction is GATHERED_KEYS else _KEYS
+        gathers = functions.direction is GATHERED_QUERIES
         queries = replace(_QUERIES, size="BOX_Q") if gathers else _QUERIES
         self._owned, self._walked = (queries, keys) if by_keys else (keys, queries)
         live, *lists = (tensor.symbol for tensor in TENSORS)
-        make.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
+        functions.printer.tensors.update([live, *(lists[:2] if by_keys else lists[2:])])
         self._listed = self._next_listed_tile()
         self.functions: tuple[SpecFunction, ...] = (self._listed,)
         self.uses = self._listed.uses
 
     @staticmethod
-    def of(make: SpecFunctions, plan: Plan) -> LayoutFunctions | None:
+    def create(functions: SpecFunctions, plan: Plan) -> LayoutFunctions | None:
         """The functions of the spec's block layout; None for a spec without one."""
-        return LayoutFunctions(make, plan) if make.spec.block_sparse is not None else None
+        return LayoutFunctions(functions, plan) if functions.spec.block_sparse is not None else None
 
     def part(self) -> SpecFunction:
         """The function that says which blocks of a part of a tile are live."""
@@ -83,15 +83,15 @@ class LayoutFunctions:
             "return some + 2 * every;",
         )
         uses = {B, H, Q_LO, Q_HI, K_LO, K_HI}
-        made = SpecFunction.of("live_part", "int", comment(why), body, uses)
-        self.functions += (made,)
-        return made
+        function = SpecFunction.create("live_part", "int", comment(why), body, uses)
+        self.functions += (function,)
+        return function
 
     def full(self) -> SpecFunction:
         """The function that is true if every block that a tile touches is live."""
-        made = self._layout_full()
-        self.functions += (made,)
-        return made
+        function = self._layout_full()
+        self.functions += (function,)
+        return function
 
     def next_tile(self, live: SpecFunction | None) -> SpecFunction:
         """The function that finds the next tile of both the layout and ``live``, the mask's."""
@@ -106,102 +106,107 @@ class LayoutFunctions:
             "}",
         )
         uses = self._listed.uses | live.uses
-        given = (*live.given, *self._listed.given)
-        made = SpecFunction.of("next_common_tile", "int", comment(why), body, uses, given=given)
-        self.functions += (made,)
-        return made
+        extra_params = (*live.extra_params, *self._listed.extra_params)
+        function = SpecFunction.create(
+            "next_common_tile", "int", comment(why), body, uses, extra_params=extra_params
+        )
+        self.functions += (function,)
+        return function
 
     def element(self, mask: SpecFunction | None) -> SpecFunction:
         """The function that is true if both the mask and the block layout keep a score."""
         body = (f"return read_layout(p, b, {self._head}, q / LAYOUT_Q, k / LAYOUT_K) != 0;",)
         uses = {B, H, Q, K}
-        inside = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, uses)
+        inside = SpecFunction.create("in_layout", "bool", comment(_LIVE), body, uses)
         self.functions += (inside,)
         return inside if mask is None else self._and_mask(mask, inside)
 
     def by_rows(
         self, parts: FunctionInParts | None, mask: SpecFunction | None, plan: Plan
     ) -> FunctionInParts:
-        """The same, where a lane reads the blocks of each of its rows once, as bits.
+        """The function of mask and layout, where a lane reads the blocks of each row once, as bits.
 
         Args:
-            parts: the mask's function with what scores share.
+            parts: the mask's function, with the values that scores share.
             mask: the mask's function; None where the mask is true.
         """
         rows, columns = (_QUERIES, _KEYS) if plan.rows_are_queries else (_KEYS, _QUERIES)
         column, level = (K, "query") if plan.rows_are_queries else (Q, "key")
         row = f"layout_{level}"
-        shared = {of: getattr(parts, of) for of in ("head", "query", "key")} if parts else {}
-        of_mask: SharedValues | None = shared.get(level)
-        values = self._blocks_of_row(rows, columns, of_mask)
-        place = f"max({columns.position}, 0) / {columns.block} - {row}.first"
-        body = (f"return ({row}.blocks >> ({place}) & 1) != 0;",)
-        given = [f"const {values.kind}& {row}"]
-        made = SpecFunction.of("in_layout", "bool", comment(_LIVE), body, {column}, given=given)
-        self.functions += (made,)
+        shared = {name: getattr(parts, name) for name in ("head", "query", "key")} if parts else {}
+        mask_values: SharedValues | None = shared.get(level)
+        values = self._blocks_of_row(rows, columns, mask_values)
+        bit = f"max({columns.position}, 0) / {columns.block} - {row}.first"
+        body = (f"return ({row}.blocks >> ({bit}) & 1) != 0;",)
+        extra_params = [f"const {values.kind}& {row}"]
+        function = SpecFunction.create(
+            "in_layout", "bool", comment(_LIVE), body, {column}, extra_params=extra_params
+        )
+        self.functions += (function,)
         if mask is not None:
-            made = self._and_mask(mask, made, of_mask, row)
-        return FunctionInParts(made, **{**shared, level: values})
+            function = self._and_mask(mask, function, mask_values, row)
+        return FunctionInParts(function, **{**shared, level: values})
 
     def _and_mask(
         self,
         mask: SpecFunction,
         inside: SpecFunction,
-        of_mask: SharedValues | None = None,
+        mask_values: SharedValues | None = None,
         row: str = "",
     ) -> SpecFunction:
         """The function of mask and layout.
 
         Args:
-            of_mask: what the mask shares in a row, which is a field of ``row``.
+            mask_values: the values that scores of a row share in the mask, a field of ``row``.
         """
-        passed = {of_mask.name: f"{row}.{of_mask.name}"} if of_mask else {}
-        both = SpecFunction.of(
+        passed = {mask_values.name: f"{row}.{mask_values.name}"} if mask_values else {}
+        both = SpecFunction.create(
             "mask_and_layout",
             "bool",
             comment("Whether the mask and the block layout both keep a score."),
             (f"return {mask.call(**passed)} && {inside.call()};",),
             mask.uses | inside.uses,
-            given=[
-                *(text for text in mask.given if text.split()[-1] not in passed),
-                *inside.given,
+            extra_params=[
+                *(text for text in mask.extra_params if text.split()[-1] not in passed),
+                *inside.extra_params,
             ],
         )
         self.functions += (both,)
         return both
 
     def _blocks_of_row(
-        self, rows: _Side, columns: _Side, of_mask: SharedValues | None
+        self, rows: _Side, columns: _Side, mask_values: SharedValues | None
     ) -> SharedValues:
-        """What the scores of a row share: the blocks at its columns, a bit each."""
+        """The values that the scores of a row share: the blocks at its columns, a bit each."""
         word, words = ("query", "queries") if rows is _QUERIES else ("key", "keys")
         kind = f"Layout{word.title()}"
         fields = ["unsigned blocks;  // which are live, a bit each", "int first;  // of the blocks"]
-        made = "live, first"
-        if of_mask is not None:
-            fields.append(f"{of_mask.kind} {of_mask.name};")
-            made += f", {of_mask.function.call()}"
-        at = {rows: f"{rows.position} / {rows.block}", columns: "first + i"}
+        fields_returned = "live, first"
+        if mask_values is not None:
+            fields.append(f"{mask_values.kind} {mask_values.name};")
+            fields_returned += f", {mask_values.function.call()}"
+        indices = {rows: f"{rows.position} / {rows.block}", columns: "first + i"}
+        i, j = indices[_QUERIES], indices[_KEYS]
         body = (
             f"const int start = {columns.offset} + (column & ~7);",
             f"const int first = max(start / {columns.block}, 0);",
             "unsigned live = 0;",
             f"for (int i = 0; i < (MASKED_COLUMNS - 1) / {columns.block} + 2; ++i) {{",
-            f"  const int here = read_layout(p, b, {self._head}, {at[_QUERIES]}, {at[_KEYS]});",
+            f"  const int here = read_layout(p, b, {self._head}, {i}, {j});",
             "  live |= unsigned(here != 0) << i;",
             "}",
-            f"return {{{made}}};",
+            f"return {{{fields_returned}}};",
         )
         why = "The blocks of the layout in a row of the scores that a warp masks."
-        given = [*(of_mask.function.given if of_mask else ()), "int column"]
+        extra_params = [*(mask_values.function.extra_params if mask_values else ()), "int column"]
         uses = {B, H, Q if rows is _QUERIES else K}
-        function = SpecFunction.of(
+        function = SpecFunction.create(
             f"layout_{word}_values",
             kind,
             comment(why),
             body,
-            uses | of_mask.function.uses if of_mask else uses,
-            given=given,
+            uses | mask_values.function.uses if mask_values else uses,
+            extra_params=extra_params,
             struct="\n".join([f"struct {kind} {{", *(f"  {line}" for line in fields), "};"]),
         )
         self.functions += (function,)
@@ -213,7 +218,7 @@ class LayoutFunctions:
         why = (
             "The first tile from `tile` on that touches a live block of the layout; tile_end when "
             f"none does. Each lane searches the ascending list of one {lines} of blocks that the "
-            f"{self._what()} touch."
+            f"{self._owned_words()} touch."
         )
         lo, hi = f"{owned.position}_lo", f"{owned.position}_hi"
         loop = [
@@ -251,13 +256,15 @@ class LayoutFunctions:
             "}",
             "return __reduce_min_sync(0xffffffffu, next);",
         )
-        direction = self._make.direction
+        direction = self._direction
         uses = {B, H, direction.owned_lo, direction.owned_hi, TILE, TILE_END}
-        given = ["int key_step"] if self._strided else []
-        return SpecFunction.of("next_listed_tile", "int", comment(why), body, uses, given=given)
+        extra_params = ["int key_step"] if self._strided else []
+        return SpecFunction.create(
+            "next_listed_tile", "int", comment(why), body, uses, extra_params=extra_params
+        )
 
     def _layout_full(self) -> SpecFunction:
-        direction = self._make.direction
+        direction = self._direction
         body = (
             *direction.ends.values(),
             "const int row = max(q_lo / LAYOUT_Q, 0);",
@@ -273,17 +280,17 @@ class LayoutFunctions:
         )
         why = "True: every block that the tile touches is live. The lanes check different blocks."
         uses = {B, H, direction.owned_lo, direction.owned_hi, TILE}
-        return SpecFunction.of("layout_full", "bool", comment(why), body, uses)
+        return SpecFunction.create("layout_full", "bool", comment(why), body, uses)
 
-    def _what(self) -> str:
+    def _owned_words(self) -> str:
         return "block's queries" if self._owned is _QUERIES else "block's keys"
 
 
 def blocks_are_bits(spec: AttentionSpec, mask: sympy.Basic, plan: Plan) -> bool:
     """Whether a lane reads the layout's blocks of a row of scores once, as bits.
 
-    Else it reads them for each score: of blocks that are too narrow, and beside a costly mask,
-    whose values in a row are not kept.
+    Else it reads them for each score: where blocks are too narrow, and beside a costly mask, whose
+    values in a row are not kept.
     """
     sparse = spec.block_sparse
     return sparse is not None and not is_costly_mask(mask) and plan.blocks_as_bits(sparse)

@@ -68,13 +68,13 @@ class SpecFunction(DeviceFunction):
 
     Attributes:
         uses: the symbols that determine its parameters.
-        given: the parameters for values that other functions of the spec return.
-        struct: the declaration of the struct that it returns; "" where it returns no own one.
+        extra_params: the parameters for values that other functions of the spec return.
+        struct: the declaration of the struct that it returns; "" without a struct of its own.
         operations: its instructions, roughly, where it may be large, else 0.
     """
 
     uses: frozenset[sympy.Symbol]
-    given: tuple[str, ...] = ()
+    extra_params: tuple[str, ...] = ()
     struct: str = ""
     operations: int = 0
 
@@ -86,7 +86,7 @@ class SpecFunction(DeviceFunction):
 
     @property
     def calls_sines(self) -> bool:
-        """Whether it has so many sines and cosines that it calls them."""
+        """Whether the function has so many sines and cosines that it calls them."""
         return not self.is_inlined and len(_SINE.findall("\n".join(self.body))) > MOST_SINES
 
     @property
@@ -95,20 +95,20 @@ class SpecFunction(DeviceFunction):
         return f"{self.struct}\n\n{super().text}" if self.struct else super().text
 
     @staticmethod
-    def of(
+    def create(
         name: str,
         returns: str,
         comment: Sequence[str],
         body: Sequence[str],
         uses: Set[sympy.Symbol],
         *,
-        given: Sequence[str] = (),
+        extra_params: Sequence[str] = (),
         struct: str = "",
         operations: int = 0,
     ) -> SpecFunction:
         """The function with the parameters that its body needs, in the order of PARAMETERS."""
         params = ["const Params& p"] if _TAKES_PARAMS.search(" ".join(body)) else []
-        params += given
+        params += extra_params
         params += [text for symbol, text in PARAMETERS.items() if symbol in uses]
         return SpecFunction(
             name,
@@ -117,7 +117,7 @@ class SpecFunction(DeviceFunction):
             tuple(comment),
             tuple(body),
             frozenset(uses),
-            tuple(given),
+            tuple(extra_params),
             struct,
             operations,
         )

@@ -21,8 +21,8 @@ _VECTORS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "uns
 def _strides(tensor: str, first: str, third: str, unit: str = "vectors") -> tuple[Param, ...]:
     axes = {"b": first, "h": "head", "n": third}
     return tuple(
-        Param(f"{tensor}_stride_{axis}", "long long", f"{unit} to the next {what}")
-        for axis, what in axes.items()
+        Param(f"{tensor}_stride_{axis}", "long long", f"{unit} to the next {unit_name}")
+        for axis, unit_name in axes.items()
     )
 
 
@@ -30,8 +30,8 @@ def _append_params(row: str, cached: str, unit: str, *more: Param) -> tuple[Para
     """The fields of the kernels that append.
 
     Args:
-        row, cached: the types of what a row and a cache consist of.
-        unit: what strides of rows and of caches count.
+        row, cached: the types of the elements of a row and of a cache.
+        unit: the unit of the strides of rows and of caches.
         more: the fields for scales.
     """
     size = "head_dim" if more else "vectors"
@@ -73,7 +73,7 @@ def merge(spec: AttentionSpec, plan: Plan) -> Source:
     """The source of the merge kernel.
 
     Args:
-        spec: only its head_dim_v and its dtype, that of the merged output, are read.
+        spec: only its head_dim_v and its dtype, the dtype of the merged output, are read.
 
     Raises:
         RenderError: the template uses a field that is missing.
@@ -122,24 +122,22 @@ def append_kv(spec: AttentionSpec, plan: Plan) -> Source:
     """The source of the kernel that appends to a paged cache.
 
     Args:
-        spec: nothing of it is read but its name.
+        spec: only its name is read.
 
     Raises:
         RenderError: the template uses a field that is missing.
     """
     name = f"append_kv_{plan.access_bytes}_bytes"
     vector, params = _VECTORS[plan.access_bytes], _append_params("Vector", "Vector", "vectors")
-    again = f"build_append_kv({plan.access_bytes}"
-    return rendered(
-        "common/append_kv.cu.j2", spec, plan, name, params, appends=again, vector=vector
-    )
+    call = f"build_append_kv({plan.access_bytes}"
+    return rendered("common/append_kv.cu.j2", spec, plan, name, params, appends=call, vector=vector)
 
 
 def append_codes(spec: AttentionSpec, plan: Plan, kv_dtype: str, writes_scales: bool) -> Source:
     """The source of the kernel that appends to a paged cache of codes.
 
     Args:
-        spec: only its dtype, that of the new rows, is read.
+        spec: only its dtype, the dtype of the new rows, is read.
         kv_dtype: the dtype of the codes.
         writes_scales: whether each row gets a scale by its largest number; else scales are given.
 
@@ -175,7 +173,7 @@ def add_rows(spec: AttentionSpec, plan: Plan) -> Source:
     """The source of the kernel that adds rows to sums in float32.
 
     Args:
-        spec: only its dtype, that of the rows, is read.
+        spec: only its dtype, the dtype of the rows, is read.
 
     Raises:
         RenderError: the template uses a field that is missing.

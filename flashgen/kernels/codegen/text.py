@@ -56,7 +56,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` as the end of a line comment in C, whatever it holds.
+    """``text`` as the end of a line comment in C, whatever its characters.
 
     A backslash at the end, or the trigraph of one, would continue the comment on the next line and
     is left out.
@@ -115,7 +115,7 @@ def wrap_code(line: str, indent: int) -> list[str]:
 def within_columns(text: str) -> str:
     """A file whose lines keep the line limit, whatever the fields of its template became."""
     lines = (_within_columns(line) if len(line) > COLUMNS else [line] for line in text.split("\n"))
-    return "\n".join(each for some in lines for each in some)
+    return "\n".join(part for some in lines for part in some)
 
 
 def _within_columns(line: str) -> list[str]:
@@ -126,50 +126,55 @@ def _within_columns(line: str) -> list[str]:
     if mark:  # words stand behind short code, and above long code
         short = len(code) < COLUMNS // 2
         lead = code if short else code[: len(code) - len(text)]
-        behind = " " * len(lead) + mark
-        said = textwrap.wrap(words, COLUMNS, initial_indent=lead + mark, subsequent_indent=behind)
-        return said if short else [*said, *_within_columns(code.rstrip())]
+        continuation = " " * len(lead) + mark
+        comment_lines = textwrap.wrap(
+            words, COLUMNS, initial_indent=lead + mark, subsequent_indent=continuation
+        )
+        return comment_lines if short else [*comment_lines, *_within_columns(code.rstrip())]
     return [line] if text.startswith("#") else wrap_code(line, indent=0)
 
 
-def _broken(text: str, room: int) -> list[str]:
+def _broken(text: str, width: int) -> list[str]:
     """The lines of a statement or of a part of a statement; all but the first are indented."""
-    if len(text) <= room:
+    if len(text) <= width:
         return [text]
-    condition, behind = _divided(text)
-    if behind:
-        return [*_broken(condition, room), *("  " + line for line in _broken(behind, room - 2))]
+    condition, statement = _divided(text)
+    if statement:
+        return [
+            *_broken(condition, width),
+            *("  " + line for line in _broken(statement, width - 2)),
+        ]
     for operators, one_per_line in _OPERATORS:
         first, *others = _split(text, operators)
         if others:
-            if len(first) > room:
-                lines = _behind("", _broken(first, room - len(_INDENT)))
+            if len(first) > width:
+                lines = _behind("", _broken(first, width - len(_INDENT)))
             else:
                 lines = [first]
-            return _continued(lines, others, room, one_per_line=one_per_line)
+            return _continued(lines, others, width, one_per_line=one_per_line)
     start, end = _longest_group(text)
     if start == end:
         return [text]
     opened, closed = text[:start], text[end:]
     first, *others = _split(text[start:end], (", ", "; "))
-    inner = room - len(_INDENT) - len(closed)
-    if len(opened + first) <= room and others:
-        lines = _continued([opened + first], others, room - len(closed))
+    inner = width - len(_INDENT) - len(closed)
+    if len(opened + first) <= width and others:
+        lines = _continued([opened + first], others, width - len(closed))
     elif others:
         lines = _behind(opened, ["", *_continued(_broken(first, inner), others, inner, set_in="")])
     else:
-        lines = _behind(opened, _broken(first, min(inner, room - len(opened))))
+        lines = _behind(opened, _broken(first, min(inner, width - len(opened))))
     return [*lines[:-1], lines[-1] + closed]
 
 
 def _divided(text: str) -> tuple[str, str]:
     """A condition or loop, and the statement behind it on the same line; "" without one."""
     depth = 0
-    for place, letter in enumerate(text) if _CONDITION.match(text) else ():
+    for index, letter in enumerate(text) if _CONDITION.match(text) else ():
         depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
         if letter == ")" and depth == 0:
-            behind = text[place + 1 :].strip()
-            return (text, "") if behind in ("", "{") else (text[: place + 1], behind)
+            statement = text[index + 1 :].strip()
+            return (text, "") if statement in ("", "{") else (text[: index + 1], statement)
     return text, ""
 
 
@@ -180,29 +185,29 @@ def _behind(opened: str, lines: list[str]) -> list[str]:
 def _continued(
     lines: list[str],
     parts: list[str],
-    room: int,
+    width: int,
     *,
     one_per_line: bool = False,
     set_in: str = _INDENT,
 ) -> list[str]:
-    """The lines followed by further parts; several parts share a line where they fit."""
+    """``lines`` followed by further parts; several parts share a line where they fit."""
     for part in parts:
-        if not one_per_line and len(lines[-1]) + 1 + len(part) <= room:
+        if not one_per_line and len(lines[-1]) + 1 + len(part) <= width:
             lines[-1] += " " + part
         else:
-            lines += [set_in + line for line in _broken(part, room - len(set_in))]
+            lines += [set_in + line for line in _broken(part, width - len(set_in))]
     return lines
 
 
 def _split(text: str, separators: tuple[str, ...]) -> list[str]:
     """The parts of a text between separators outside brackets, each with its operator first."""
     cuts, depth = [0], 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter in _BRACKETS) - (letter in _BRACKETS.values())
-        if letter == " " and depth == 0 and text.startswith(separators, place):
-            cuts.append(place)
-        elif letter in ",;" and depth == 0 and text.startswith(separators, place):
-            cuts.append(place + 1)
+        if letter == " " and depth == 0 and text.startswith(separators, index):
+            cuts.append(index)
+        elif letter in ",;" and depth == 0 and text.startswith(separators, index):
+            cuts.append(index + 1)
     ends = [*cuts[1:], len(text)]
     return [text[start:end].strip() for start, end in zip(cuts, ends, strict=True)]
 
@@ -210,12 +215,12 @@ def _split(text: str, separators: tuple[str, ...]) -> list[str]:
 def _longest_group(text: str) -> tuple[int, int]:
     """The start and end of the contents of the longest brackets; equal where there are none."""
     best, start, depth = (0, 0), 0, 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         if letter in _BRACKETS:
             depth += 1
-            start = place + 1 if depth == 1 else start
+            start = index + 1 if depth == 1 else start
         elif letter in _BRACKETS.values():
             depth -= 1
-            if depth == 0 and place - start > best[1] - best[0]:
-                best = start, place
+            if depth == 0 and index - start > best[1] - best[0]:
+                best = start, index
     return best

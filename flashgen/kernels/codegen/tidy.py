@@ -79,15 +79,15 @@ def _numbered(body: str) -> str:
     """The text with steps numbered 1, 2, 2a, 2b ... without gaps, where a template omits some."""
     number, letter, last = 0, "", ("", "")
 
-    def renumber(found: re.Match[str]) -> str:
+    def renumber(match: re.Match[str]) -> str:
         nonlocal number, letter, last
-        step = (found[2], found[3])
+        step = (match[2], match[3])
         if step[0] != last[0]:
             number, letter = number + 1, ""
         if step[1] and step != last:
             letter = chr(ord(letter) + 1) if letter else "a"
         last = step
-        return f"{found[1]}{number}{letter if step[1] else ''}. "
+        return f"{match[1]}{number}{letter if step[1] else ''}. "
 
     return _STEP.sub(renumber, body)
 
@@ -98,23 +98,23 @@ def _without_single_rounds(lines: list[str], ones: frozenset[str]) -> list[str]:
     Args:
         ones: the names of constants with the value 1.
     """
-    kept: list[str] = []
-    at = 0
-    while at < len(lines):
-        loop = _LOOP.match(lines[at])
+    result: list[str] = []
+    start = 0
+    while start < len(lines):
+        loop = _LOOP.match(lines[start])
         if loop is None or loop[3] not in ones:
-            kept.append(lines[at])
-            at += 1
+            result.append(lines[start])
+            start += 1
             continue
         indent, index = loop[1], loop[2]
         if loop[4]:
-            end = next(n for n in range(at, len(lines)) if lines[n] == f"{indent}}}")
-            inner = [line.removeprefix("  ") for line in lines[at + 1 : end]]
+            end = next(n for n in range(start, len(lines)) if lines[n] == f"{indent}}}")
+            inner = [line.removeprefix("  ") for line in lines[start + 1 : end]]
         else:
-            end = at
-            inner = [indent + lines[at][loop.end() :].lstrip()]
-        lines = [*lines[:at], *(_at_zero(line, index) for line in inner), *lines[end + 1 :]]
-    return kept
+            end = start
+            inner = [indent + lines[start][loop.end() :].lstrip()]
+        lines = [*lines[:start], *(_at_zero(line, index) for line in inner), *lines[end + 1 :]]
+    return result
 
 
 def _at_zero(line: str, index: str) -> str:
@@ -129,11 +129,11 @@ def _at_zero(line: str, index: str) -> str:
 
 
 class _Piece(NamedTuple):
-    """Lines that stay or go together.
+    """Lines that are kept or removed together.
 
     Attributes:
-        name: the name that they declare; None for lines that always stay.
-        lines: the lines of the declaration, or all other lines up to the next one.
+        name: the name that the lines declare; None for lines that are always kept.
+        lines: the lines of the declaration, or all other lines up to the next declaration.
         comment: the comment lines directly above.
     """
 
@@ -144,7 +144,8 @@ class _Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _code_of(lines: tuple[str, ...]) -> str:
-    """The lines without comments, which may mention unused names; kernels share most helpers."""
+    """The lines without comments, because comments may mention unused names. Cached: kernels share
+    most helpers."""
     return "\n".join(map(_code, lines))
 
 
@@ -171,7 +172,7 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
     """The file without unused helpers, constants, locals and fields of ``struct Params``.
 
     Args:
-        text: a kernel and what it may use. Declarations begin at the left margin.
+        text: a kernel and its helpers. Declarations begin at the left margin.
         params: the fields of the text's ``struct Params``, in order.
     """
     head, kernel, body = text.partition(_KERNEL)
@@ -179,8 +180,8 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
     pieces = list(_pieces(lines))
     reached = _reached(pieces)
     mentioned = frozenset().union(*(_fields_of(p.lines) for p in pieces if p.name in reached))
-    kept = tuple(param for param in params if param.field in mentioned)
-    unused = {param.declaration for param in params} - {param.declaration for param in kept}
+    used_params = tuple(param for param in params if param.field in mentioned)
+    unused = {param.declaration for param in params} - {param.declaration for param in used_params}
     lines = []
     heading: tuple[str, ...] = ()  # the comment of a group whose first declarations are unused
     for piece in pieces:
@@ -194,7 +195,7 @@ def used(text: str, params: Sequence[Param]) -> tuple[str, tuple[Param, ...]]:
             else piece.lines
         )
         heading = ()
-    return "\n".join(lines) + "\n", kept
+    return "\n".join(lines) + "\n", used_params
 
 
 def _with_used_locals(lines: list[str]) -> list[str]:
@@ -236,7 +237,7 @@ def _is_within(line: str, indent: str) -> bool:
 def _reached(pieces: list[_Piece]) -> set[str | None]:
     """The names that are used, directly or by used declarations; None stands for other lines."""
     declared = {piece.name for piece in pieces}
-    names: dict[str | None, set[str | None]] = {}  # those of declarations that a piece mentions
+    names: dict[str | None, set[str | None]] = {}  # the declarations that a piece mentions
     for piece in pieces:
         names.setdefault(piece.name, set()).update(_words_of(piece.lines) & declared)
     reached: set[str | None] = {None}
@@ -251,25 +252,25 @@ def _reached(pieces: list[_Piece]) -> set[str | None]:
 def _pieces(lines: list[str]) -> Iterator[_Piece]:
     comment: list[str] = []
     others: list[str] = []
-    at = 0
-    while at < len(lines):
-        line = lines[at]
+    start = 0
+    while start < len(lines):
+        line = lines[start]
         if line.startswith("//") and not line.startswith("// ----"):
             comment.append(line)
-            at += 1
+            start += 1
             continue
-        name, end = None, at + 1
+        name, end = None, start + 1
         if line.startswith(_DECLARATIONS):
-            end = _end(lines, at)
-            name = _declared(tuple(lines[at : min(end, at + 3)]))
+            end = _end(lines, start)
+            name = _declared(tuple(lines[start : min(end, start + 3)]))
         if name is None:
-            others += (*comment, *lines[at:end])
+            others += (*comment, *lines[start:end])
         else:
             if others:
                 yield _Piece(None, tuple(others))
             others = []
-            yield _Piece(name, tuple(lines[at:end]), tuple(comment))
-        comment, at = [], end
+            yield _Piece(name, tuple(lines[start:end]), tuple(comment))
+        comment, start = [], end
     if others or comment:
         yield _Piece(None, (*others, *comment))
 
@@ -280,18 +281,18 @@ def _declared(lines: tuple[str, ...]) -> str | None:
     text = " ".join(line.partition("//")[0] for line in lines)
     text = _TEMPLATE.sub("", text)
     for pattern in (_CONSTANT, _ALIAS, _FUNCTION, _STRUCT, _MACRO):
-        found = pattern.match(text)
-        if found:
-            return found[1]
+        match = pattern.match(text)
+        if match:
+            return match[1]
     return None
 
 
-def _end(lines: list[str], at: int) -> int:
-    """The index after the last line of the declaration that begins there."""
-    if lines[at].startswith(_MACROS):
-        return next(n for n in range(at, len(lines)) if not lines[n].endswith("\\")) + 1
-    while not _OPENED_OR_ENDED.match(lines[at]):
-        at += 1
-    if "{" not in lines[at] or _code(lines[at]).endswith(("}", "};")):
-        return at + 1
-    return next(n for n in range(at, len(lines)) if lines[n] in ("}", "};")) + 1
+def _end(lines: list[str], index: int) -> int:
+    """The index after the last line of the declaration that begins at ``index``."""
+    if lines[index].startswith(_MACROS):
+        return next(n for n in range(index, len(lines)) if not lines[n].endswith("\\")) + 1
+    while not _OPENED_OR_ENDED.match(lines[index]):
+        index += 1
+    if "{" not in lines[index] or _code(lines[index]).endswith(("}", "};")):
+        return index + 1
+    return next(n for n in range(index, len(lines)) if lines[n] in ("}", "};")) + 1

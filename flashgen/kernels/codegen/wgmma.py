@@ -34,7 +34,7 @@ class Product(NamedTuple):
     def parts(self) -> tuple[tuple[int, int], ...]:
         """The first column and the columns of each instruction."""
         first, *others = columns_of_instructions(self.columns)
-        return (0, first), *((first, each) for each in others)
+        return (0, first), *((first, columns) for columns in others)
 
 
 def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, object]:
@@ -44,7 +44,7 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
         plan.kernel, *sizes, one_tensor=plan.one_tensor, streamed=plan.streamed
     )
     sums_tile = plan.sums_tile if plan.gathers else None
-    of_tile = queries_of_sums(plan.block_q, plan.head_dim)
+    tile_queries = queries_of_sums(plan.block_q, plan.head_dim)
     return {
         "products": [
             Product(name, columns, name == "multiply_columns" and not plan.in_passes)
@@ -59,8 +59,8 @@ def fields_of(spec: AttentionSpec, plan: Plan, score: ScoreCode) -> dict[str, ob
         # With a score function or dropout, P and dS are computed together, after dP arrived.
         "one_pass": bool(score.call or spec.dropout),
         "panel_s": panel_of_scores(plan.block_k),
-        "sum_queries": queries_of_sums(sums_tile[0], plan.head_dim) if sums_tile else of_tile,
-        "dq_shares_queries": of_tile < plan.block_q,
+        "sum_queries": queries_of_sums(sums_tile[0], plan.head_dim) if sums_tile else tile_queries,
+        "dq_shares_queries": tile_queries < plan.block_q,
     }
 
 
@@ -73,18 +73,18 @@ def _shapes_of_products(plan: Plan) -> Iterator[tuple[str, int]]:
         return
     if not plan.owns_keys:
         yield "multiply_rows", plan.block_k
-        if not plan.of_captured:
-            of_v = plan.kernel in ("forward", "tangent")
-            yield "multiply_columns", plan.output_columns if of_v else plan.head_dim
+        if not plan.is_for_learned:
+            multiplies_v = plan.kernel in ("forward", "tangent")
+            yield "multiply_columns", plan.output_columns if multiplies_v else plan.head_dim
         return
     if plan.score_warps > 1:  # keys are the columns of all products but dQ^T
         yield "multiply_rows", plan.pass_keys
         yield "multiply_columns", plan.block_k
-        of_dq = plan.block_q // (plan.warps // 4)
+        dq_columns = plan.block_q // (plan.warps // 4)
     else:
         yield "multiply_rows", plan.block_q
         yield "multiply_columns", plan.head_dim
         yield "multiply_columns", plan.head_dim_v
-        of_dq = queries_of_sums(plan.block_q, plan.head_dim)
+        dq_columns = queries_of_sums(plan.block_q, plan.head_dim)
     if plan.kernel == "fused":
-        yield "multiply_queries", of_dq
+        yield "multiply_queries", dq_columns

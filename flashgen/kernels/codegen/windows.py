@@ -33,7 +33,7 @@ class WindowCode:
         entries: the number of sums.
         firsts: the variables for the first index along each axis, each with the function that
             computes it; none for an axis whose first index is 0.
-        place: the device function that returns the place of a score's sum among them; -1: none.
+        slot: the device function that returns the place of a score's sum among them; -1: none.
         element: the device function that returns the address of the gradient of a place.
     """
 
@@ -41,7 +41,7 @@ class WindowCode:
     start: int
     entries: int
     firsts: tuple[tuple[str, SpecFunction], ...]
-    place: SpecFunction
+    slot: SpecFunction
     element: SpecFunction
 
     @property
@@ -57,32 +57,32 @@ class WindowCode:
     @property
     def functions(self) -> tuple[SpecFunction, ...]:
         """The functions, in the order of the file."""
-        return (*(function for _, function in self.firsts), self.place, self.element)
+        return (*(function for _, function in self.firsts), self.slot, self.element)
 
 
 def codes_of_windows(
     spec: AttentionSpec, printer: CPrinter, elements: Sequence[Element], plan: Plan
 ) -> dict[Element, WindowCode]:
-    """The windows of those elements that have one, side by side in a warp's shared memory.
+    """The windows of the elements that have one, side by side in a warp's shared memory.
 
     Args:
         elements: the elements of learned tensors; the sum of element n is named ``by<n>``.
     """
     learned = added_by_scores(spec, plan.kernel)
-    found: dict[Element, WindowCode] = {}
+    codes: dict[Element, WindowCode] = {}
     start = 0
     for window in windows_of(learned, MMA_ROWS * plan.row_groups, plan.block_k):
         name = f"by{elements.index(window.element)}"
-        found[window.element] = WindowCode(
+        codes[window.element] = WindowCode(
             name,
             start,
             window.entries,
             tuple(_firsts(name, window, printer)),
-            _place(name, window, printer),
+            _slot(name, window, printer),
             _element(name, window, printer, type_of_sums(plan)),
         )
         start += window.entries
-    return found
+    return codes
 
 
 def _firsts(name: str, window: Window, printer: CPrinter) -> Iterator[tuple[str, SpecFunction]]:
@@ -96,24 +96,24 @@ def _firsts(name: str, window: Window, printer: CPrinter) -> Iterator[tuple[str,
         why = f"The first {python_text(index)} in these ranges of queries and keys, clamped."
         body = [*lets, f"return inside({first}, {_size(window, axis)});"]
         variable, uses = _first(name, axis), axis.first.free_symbols
-        yield variable, SpecFunction.of(f"{variable}_of", "int", comment(why), body, uses)
+        yield variable, SpecFunction.create(f"{variable}_of", "int", comment(why), body, uses)
 
 
-def _place(name: str, window: Window, printer: CPrinter) -> SpecFunction:
+def _slot(name: str, window: Window, printer: CPrinter) -> SpecFunction:
     """The place of a score's sum: the axes in order, the last one contiguous."""
     along = [window.element.indices[axis.axis] for axis in window.axes]
     block = share(*along)
-    body, conditions, place = printer.lets(block), [], ""
+    body, conditions, slot = printer.lets(block), [], ""
     for i, axis, index in zip(INDICES, window.axes, block.results, strict=False):
         start = f" - {_first(name, axis)}" if axis.first != 0 else ""
         body.append(
             f"const int {i} = inside({printer.index(index)}, {_size(window, axis)}){start};"
         )
         conditions.append(f"unsigned({i}) < {axis.extent}")
-        place = f"({place}) * {axis.extent} + {i}" if place else i
-    body.append(f"return {' && '.join(conditions)} ? {place} : -1;")
+        slot = f"({slot}) * {axis.extent} + {i}" if slot else i
+    body.append(f"return {' && '.join(conditions)} ? {slot} : -1;")
     why = f"The place of {python_text(window.element)} in {name}'s window; -1: outside."
-    function = SpecFunction.of(f"place_in_{name}", "int", comment(why), body, _uses(*along))
+    function = SpecFunction.create(f"place_in_{name}", "int", comment(why), body, _uses(*along))
     return _with_firsts(function, name, window)
 
 
@@ -124,17 +124,17 @@ def _element(name: str, window: Window, printer: CPrinter, kind: str) -> SpecFun
     block = share(*fixed.values())
     lets = printer.lets(block)
     indices = dict(zip(fixed, map(printer.index, block.results), strict=True))
-    left = window.entries
+    remaining = window.entries
     for axis in window.axes:
-        place = "place" if left == window.entries else f"place % {left}"
-        left //= axis.extent
+        slot = "place" if remaining == window.entries else f"place % {remaining}"
+        remaining //= axis.extent
         start = f"{_first(name, axis)} + " if axis.first != 0 else ""
-        indices[axis.axis] = start + place + (f" / {left}" if left > 1 else "")
+        indices[axis.axis] = start + slot + (f" / {remaining}" if remaining > 1 else "")
     arguments = ", ".join(indices[n] for n in range(len(indices)))
     body = [*lets, f"return sum_of_{element.tensor.name}(p, {arguments});"]
     why = f"The address of the gradient of a place in {name}'s window."
     uses = _uses(*fixed.values())
-    function = SpecFunction.of(f"element_of_{name}", f"{kind}*", comment(why), body, uses)
+    function = SpecFunction.create(f"element_of_{name}", f"{kind}*", comment(why), body, uses)
     return _with_firsts(function, name, window, "int place")
 
 
@@ -151,7 +151,9 @@ def _uses(*exprs: sympy.Expr) -> set[sympy.Symbol]:
     return {symbol for expr in exprs for symbol in expr.free_symbols} & PARAMETERS.keys()
 
 
-def _with_firsts(function: SpecFunction, name: str, window: Window, *more: str) -> SpecFunction:
+def _with_firsts(
+    function: SpecFunction, name: str, window: Window, *extra_params: str
+) -> SpecFunction:
     """The function with parameters for the first indices, and more parameters, at the end."""
     firsts = [f"int {_first(name, axis)}" for axis in window.axes if axis.first != 0]
-    return dataclasses.replace(function, parameters=(*function.parameters, *firsts, *more))
+    return dataclasses.replace(function, parameters=(*function.parameters, *firsts, *extra_params))

@@ -94,7 +94,7 @@ class _Request:
         warnings: tuple[str, ...],
         folder: Path | None = None,
     ) -> Binary:
-        """The binary of this request; from the cache if it has a folder there."""
+        """The binary of this request; it is from the cache if it has a folder."""
         return Binary(
             kernel=self.kernel,
             arch=self.arch,
@@ -152,14 +152,14 @@ def compile(
     request = _Request(source_text, filename, kernel, arch, tuple(options), edited)
     key = request.key
     with _guard:
-        ours = _in_process.setdefault(key, threading.Lock())
+        lock = _in_process.setdefault(key, threading.Lock())
     # Threads that compile the same kernel wait for the first one.
-    with ours:
-        known = _memory.get(key)
-        if known is None:
+    with lock:
+        cached = _memory.get(key)
+        if cached is None:
             fresh = _memory[key] = _load_or_make(request)
             return _reported(fresh, fresh.from_cache, start, note)
-    return _reported(known, True, start, note)
+    return _reported(cached, True, start, note)
 
 
 def forget() -> None:
@@ -171,8 +171,8 @@ def forget() -> None:
 
 def _reported(binary: Binary, from_cache: bool, start: float, note: tuple[str, ...]) -> Binary:
     seconds = time.perf_counter() - start
-    how = "from the cache" if from_cache else "compiled"
-    config.log(2, f"flashgen: {binary.filename} for {binary.arch} {how} in {seconds:.4f} s")
+    origin = "from the cache" if from_cache else "compiled"
+    config.log(2, f"flashgen: {binary.filename} for {binary.arch} {origin} in {seconds:.4f} s")
     if not from_cache:
         config.log(5, binary.ptx)
     return replace(binary, seconds=seconds, from_cache=from_cache, warnings=note + binary.warnings)
@@ -180,15 +180,15 @@ def _reported(binary: Binary, from_cache: bool, start: float, note: tuple[str, .
 
 def _check_names(filename: str, kernel: str, arch: str) -> None:
     # The arguments become names of files and folders.
-    for what, value, pattern in (
+    for kind, value, pattern in (
         ("file name", filename, r"[\w.-]+\.cuh?"),
         ("kernel name", kernel, r"[A-Za-z_]\w*"),
         ("architecture", arch, r"sm_\d{2,3}[af]?"),
     ):
         if not re.fullmatch(pattern, value, re.ASCII):
             raise CompileError(
-                f"this is not a valid {what}",
-                where=f"flashgen.kernels.compile, {what}",
+                f"this is not a valid {kind}",
+                where=f"flashgen.kernels.compile, {kind}",
                 numbers=f"given {value!r}; expected the form {pattern}",
                 way_out="letters, digits and underscores, such as causal.cu, causal and sm_80",
             )
@@ -199,32 +199,32 @@ def _load_or_make(request: _Request) -> Binary:
     if root is None:
         return _make(request, filename)
     folder = cache.folder(root, filename=filename, arch=request.arch, key=key)
-    found = _load(request, folder)
-    if found is not None:
-        return found
-    with cache.locked(root, cache.lock_of(key)) as held:
-        if not held:
+    binary = _load(request, folder)
+    if binary is not None:
+        return binary
+    with cache.locked(root, cache.lock_of(key)) as acquired:
+        if not acquired:
             return _make(request, filename)
         # Another process may have compiled it while this one waited.
-        found = _load(request, folder, quiet=True)
-        if found is not None:
-            return found
+        binary = _load(request, folder, quiet=True)
+        if binary is not None:
+            return binary
         # NVRTC 13.0 writes the time stamp of a file of the program's name into the line table.
         cache.discard(folder)
         # Line information names the copy of the source in the cache, which profilers can open.
-        return _keep(_make(request, str(folder / filename)), folder, request.options)
+        return _store(_make(request, str(folder / filename)), folder, request.options)
 
 
 def _load(request: _Request, folder: Path, *, quiet: bool = False) -> Binary | None:
-    found = cache.read(folder, request.key, quiet=quiet)
-    if found is None:
+    entry = cache.read(folder, request.key, quiet=quiet)
+    if entry is None:
         return None
-    meta, files = found
+    meta, files = entry
     _, cubin, ptx = (files[name] for name in cache.names_of(request.filename))
     return request.binary(cubin, ptx.decode(), meta.resources, meta.log, meta.warnings, folder)
 
 
-def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
+def _store(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
     meta = cache.Meta(
         key=binary.key,
         files={},
@@ -238,8 +238,10 @@ def _keep(binary: Binary, folder: Path, options: tuple[str, ...]) -> Binary:
         log=binary.log,
     )
     data = binary.source.encode(), binary.cubin, binary.ptx.encode()
-    kept = cache.write(folder, meta, dict(zip(cache.names_of(binary.filename), data, strict=True)))
-    return replace(binary, folder=folder if kept else None)
+    written = cache.write(
+        folder, meta, dict(zip(cache.names_of(binary.filename), data, strict=True))
+    )
+    return replace(binary, folder=folder if written else None)
 
 
 def _make(request: _Request, program: str) -> Binary:

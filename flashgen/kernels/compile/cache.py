@@ -58,7 +58,7 @@ class Meta:
 
     Attributes:
         files: the SHA-256 of each file by its name.
-        others: of `flashgen.kernels.compile.Binary`.
+        others: as in `flashgen.kernels.compile.Binary`.
     """
 
     key: str
@@ -228,9 +228,9 @@ def discard(path: Path) -> None:
     """Removes an entry if it exists and can be removed, atomically for readers."""
     with suppress(OSError):
         if path.exists():
-            aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=path.parent))
-            os.replace(path, aside / "damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=path.parent))
+            os.replace(path, temporary / "damaged")
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def lock_of(entry_key: str) -> str:
@@ -243,13 +243,13 @@ def locked(root: Path, name: str, seconds: float = _LOCK_SECONDS) -> Iterator[bo
     """Holds a lock across processes and threads; yields False where locking fails.
 
     Args:
-        name: the name of the lock; `lock_of` has that of an entry.
+        name: the name of the lock; `lock_of` gives the name for an entry.
         seconds: how long the call waits for another holder of the lock.
     """
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:
-        held = False
+        acquired = False
         try:
             make_folder(root / _LOCKS)
             reason = hindrance(root / _LOCKS)
@@ -258,18 +258,18 @@ def locked(root: Path, name: str, seconds: float = _LOCK_SECONDS) -> Iterator[bo
                 raise NotOurs(reason or f"{path.name} is a link")
             lock = FileLock(str(path))
             stack.enter_context(lock.acquire(timeout=seconds))
-            held = True
+            acquired = True
         except Timeout:
             _note(f"another process has held a lock in {root} for {seconds:.0f} s; going on")
         except (OSError, NotImplementedError) as error:
             why = getattr(error, "strerror", None) or error
             _note(f"the kernel cache {root} cannot be written ({why}); going on without it")
-        yield held
+        yield acquired
 
 
 def entries(root: Path) -> list[CacheEntry]:
     """All entries, damaged ones included, the most recently used first."""
-    found = []
+    result = []
     for path in _folders(root):
         try:
             record = contents(path / META)
@@ -278,7 +278,7 @@ def entries(root: Path) -> list[CacheEntry]:
             record, used = b"", path.stat().st_mtime
         meta = _checked(record)
         stem, _, rest = path.name.partition(".")
-        found.append(
+        result.append(
             CacheEntry(
                 path=path,
                 filename=meta.filename if meta else f"{stem}.cu",
@@ -289,7 +289,7 @@ def entries(root: Path) -> list[CacheEntry]:
                 intact=meta is not None,
             )
         )
-    return sorted(found, key=lambda entry: entry.used, reverse=True)
+    return sorted(result, key=lambda entry: entry.used, reverse=True)
 
 
 def clear(root: Path) -> int:
@@ -317,15 +317,15 @@ def prune(
     Returns:
         The removed entries.
     """
-    now, kept, removed = time.time(), 0, []
+    now, kept_bytes, removed = time.time(), 0, []
     for entry in entries(root):
         old = max_age_days is not None and now - entry.used > max_age_days * 86_400
-        over = max_bytes is not None and kept + entry.bytes > max_bytes
+        over = max_bytes is not None and kept_bytes + entry.bytes > max_bytes
         if old or over or not entry.intact:
             _remove(entry.path)
             removed.append(entry)
         else:
-            kept += entry.bytes
+            kept_bytes += entry.bytes
     _sweep(root, older_than=_ABANDONED_SECONDS)
     return removed
 
@@ -346,10 +346,10 @@ def _checked(record: bytes) -> Meta | None:
     try:
         values = parsed(text)
         meta = from_plain(Meta, values)
-        again = json.dumps(values, sort_keys=True)
+        canonical = json.dumps(values, sort_keys=True)
     except ValueError:
         return None
-    is_whole = hashlib.sha256(again.encode()).hexdigest().encode() == digest
+    is_whole = hashlib.sha256(canonical.encode()).hexdigest().encode() == digest
     names = set(names_of(meta.filename))
     is_inside = all(name == os.path.basename(name) for name in names)
     return meta if is_whole and is_inside and set(meta.files) == names else None
@@ -383,9 +383,9 @@ native part, of locks, and of those that are being written."""
 
 
 def _remove(folder: Path) -> bool:
-    """Removes files with names of the cache's, and the folders that are empty then.
+    """Removes files whose names are names of the cache, and folders that are empty afterwards.
 
-    A folder that the user has named like one of the cache keeps all other files.
+    A user's folder with such a name keeps all other files.
     """
     if folder.is_symlink():
         return False

@@ -66,7 +66,7 @@ def kernels(cubin: bytes) -> tuple[str, ...]:
     )
 
 
-def facts(cubin: bytes, kernel: str) -> KernelFacts:
+def kernel_facts(cubin: bytes, kernel: str) -> KernelFacts:
     """The attributes of one kernel in the cubin.
 
     Raises:
@@ -86,10 +86,10 @@ def facts(cubin: bytes, kernel: str) -> KernelFacts:
         for attribute, payload in _attributes(cubin, sections[".nv.info"]):
             if len(payload) == 8 and struct.unpack_from("<I", payload)[0] == index:
                 keyed[attribute] = struct.unpack_from("<I", payload, 4)[0]
-        own = dict(_attributes(cubin, sections[f".nv.info.{kernel}"]))
+        kernel_attributes = dict(_attributes(cubin, sections[f".nv.info.{kernel}"]))
         threads = _THREADS_OF_A_BLOCK
-        if MAX_THREADS in own:
-            x, y, z = struct.unpack("<III", own[MAX_THREADS])
+        if MAX_THREADS in kernel_attributes:
+            x, y, z = struct.unpack("<III", kernel_attributes[MAX_THREADS])
             threads = x * y * z
         param_bytes = _param_bytes(_attributes(cubin, sections[f".nv.info.{kernel}"]))
         registers, stack = keyed[REGISTERS], keyed[MIN_STACK_SIZE]
@@ -132,44 +132,46 @@ def _sections(cubin: bytes) -> list[_Section]:
         raw = [struct.unpack_from("<IIQQQQ", cubin, table + i * stride) for i in range(count)]
         *_, offset, size = raw[names_at]
         names = cubin[offset : offset + size]
-        found = [_Section(_string(names, r[0]), r[1], r[4], r[5]) for r in raw]
+        sections = [_Section(_string(names, r[0]), r[1], r[4], r[5]) for r in raw]
     except (struct.error, ValueError, IndexError, UnicodeDecodeError) as error:
         raise _unreadable(f"{len(cubin):,} bytes; {error}") from error
-    for section in found:
+    for section in sections:
         if section.kind != _NO_DATA and section.offset + section.size > len(cubin):
             end = section.offset + section.size
             raise _unreadable(f"{len(cubin):,} bytes; {section.name} should end at {end:,}")
-    return found
+    return sections
 
 
 def _symbols(cubin: bytes, sections: dict[str, _Section]) -> list[str]:
     table, names = sections[".symtab"], sections[".strtab"]
     strings = cubin[names.offset : names.offset + names.size]
     return [
-        _string(strings, struct.unpack_from("<I", cubin, at)[0])
-        for at in range(table.offset, table.offset + table.size, 24)
+        _string(strings, struct.unpack_from("<I", cubin, offset)[0])
+        for offset in range(table.offset, table.offset + table.size, 24)
     ]
 
 
 def _param_bytes(attributes: Iterable[tuple[int, bytes]]) -> int:
     """Bytes from the first to the end of the last parameter.
 
-    EIATTR_CBANK_PARAM_SIZE would include the bytes before the first one, of which a tensor map has
-    some, because it is aligned to 128 bytes.
+    EIATTR_CBANK_PARAM_SIZE would include the bytes before the first parameter. A tensor map has
+    some before it, because it is aligned to 128 bytes.
     """
-    found = [struct.unpack("<IHHI", value) for attribute, value in attributes if attribute == PARAM]
-    ends = [(offset, offset + (packed >> 18)) for _, _, offset, packed in found]
+    params = [
+        struct.unpack("<IHHI", value) for attribute, value in attributes if attribute == PARAM
+    ]
+    ends = [(offset, offset + (packed >> 18)) for _, _, offset, packed in params]
     return max((end for _, end in ends), default=0) - min((start for start, _ in ends), default=0)
 
 
 def _attributes(cubin: bytes, section: _Section) -> Iterator[tuple[int, bytes]]:
     """Attributes of a ``.nv.info`` section: one byte of format, one of number, then the value."""
-    at, end = section.offset, section.offset + section.size
-    while at < end:
-        form, attribute, value = struct.unpack_from("<BBH", cubin, at)
-        at += 4
+    offset, end = section.offset, section.offset + section.size
+    while offset < end:
+        form, attribute, value = struct.unpack_from("<BBH", cubin, offset)
+        offset += 4
         if form == _SIZED:
-            yield attribute, cubin[at : at + value]
-            at += value
+            yield attribute, cubin[offset : offset + value]
+            offset += value
         else:
             yield attribute, struct.pack("<H", value)

@@ -20,9 +20,9 @@ def find_nvdisasm() -> str | None:
     suffix = sysconfig.get_config_var("EXE") or ""
     for key in ("purelib", "platlib"):
         root = Path(sysconfig.get_path(key)) / "nvidia"
-        found = sorted(root.glob(f"*/bin/nvdisasm{suffix}"))
-        if found:
-            return str(found[-1])
+        paths = sorted(root.glob(f"*/bin/nvdisasm{suffix}"))
+        if paths:
+            return str(paths[-1])
     return shutil.which("nvdisasm")
 
 
@@ -32,7 +32,7 @@ def disassembled(cubin: bytes, kernel: str, arch: str, options: Sequence[str] = 
     Args:
         cubin: the file.
         kernel, arch: its kernel and its architecture, for messages.
-        options: of nvdisasm: "-c" for code alone, "-gi" for the lines of the source too.
+        options: options of nvdisasm: "-c" for code alone, "-gi" for the lines of the source too.
 
     Raises:
         CompileError: there is no disassembler, or it fails.

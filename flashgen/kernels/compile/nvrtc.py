@@ -151,15 +151,15 @@ def run(source: str, *, program: str, arch: str, options: tuple[str, ...] = ()) 
     return NvrtcOutput(cubin, ptx, log)
 
 
-def _fetch(nvrtc: Any, handle: Any, what: str) -> bytes:
+def _fetch(nvrtc: Any, handle: Any, kind: str) -> bytes:
     """Reads the log, the PTX or the cubin; empty when there is none."""
-    size_status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(handle)
-    # A size of 1 is that of an empty text, and all bytes objects of one space are the same object.
+    size_status, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(handle)
+    # An empty text has size 1, and all bytes objects of one space are the same object.
     if size_status != nvrtc.nvrtcResult.NVRTC_SUCCESS or size < 2:
         return b""
     # The bindings write into the bytes object.
     buffer = b" " * size
-    (status,) = getattr(nvrtc, f"nvrtcGet{what}")(handle, buffer)
+    (status,) = getattr(nvrtc, f"nvrtcGet{kind}")(handle, buffer)
     return buffer if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else b""
 
 
@@ -172,7 +172,7 @@ def name_the_file(ptx: str, program: str, filename: str) -> str:
 
     def shorten(match: re.Match[str]) -> str:
         path = match[2]
-        ours = path == program or Path(path).name == filename
-        return f'{match[1]}"{filename}"' if ours else match[0]
+        is_emitted = path == program or Path(path).name == filename
+        return f'{match[1]}"{filename}"' if is_emitted else match[0]
 
     return re.sub(r'^(\s*\.file\s+\d+\s+)"([^"]*)".*$', shorten, ptx, flags=re.MULTILINE)

@@ -29,7 +29,7 @@ _MOST_MESSAGES = 5
 
 @dataclass(frozen=True)
 class Resources(elf.KernelFacts):
-    """The resources of one kernel: what its cubin says, and what the log adds; sizes in bytes."""
+    """The resources of one kernel, from its cubin and from the compiler's log; sizes in bytes."""
 
     spill_store_bytes: int  # written to local memory, in all functions, per thread
     spill_load_bytes: int
@@ -42,7 +42,7 @@ class Resources(elf.KernelFacts):
 
     @property
     def local_memory(self) -> str:
-        """What a thread keeps in local memory: spills, or a stack of what was meant to be there."""
+        """The contents of a thread's local memory in words: spills, or a stack without spills."""
         spilled = self.spill_store_bytes + self.spill_load_bytes
         if spilled:
             return f"SPILLS {spilled:,} B"
@@ -58,21 +58,21 @@ def resources(cubin: bytes, kernel: str, log: str) -> Resources:
         CompileError: the cubin lacks the kernel, or the log lacks the spills of a kernel that has
             a stack (without a stack there are none).
     """
-    facts = elf.facts(cubin, kernel)
-    found = {match["name"]: match for match in _PROPERTIES.finditer(log)}
-    if kernel not in found and facts.stack_bytes:
+    facts = elf.kernel_facts(cubin, kernel)
+    properties = {match["name"]: match for match in _PROPERTIES.finditer(log)}
+    if kernel not in properties and facts.stack_bytes:
         raise CompileError(
             "NVRTC's log does not contain the spills of the kernel",
             where=f"log of NVRTC for {kernel}",
             numbers=f"{facts.stack_bytes:,} bytes of stack; functions in the log: "
-            f"{', '.join(found) or 'none'}",
+            f"{', '.join(properties) or 'none'}",
             way_out="use a release of NVRTC between 12.8 and 13.5",
         )
-    used = _USED.search(log, found[kernel].end()) if kernel in found else None
+    used = _USED.search(log, properties[kernel].end()) if kernel in properties else None
     return Resources(
         **vars(facts),
-        spill_store_bytes=sum(int(match["stores"]) for match in found.values()),
-        spill_load_bytes=sum(int(match["loads"]) for match in found.values()),
+        spill_store_bytes=sum(int(match["stores"]) for match in properties.values()),
+        spill_load_bytes=sum(int(match["loads"]) for match in properties.values()),
         barriers=int(used["barriers"] or 0) if used else 0,
     )
 
@@ -88,21 +88,21 @@ def warnings(log: str) -> tuple[str, ...]:
     They are the compiler's warnings (with their source lines), the assembler's (spills), and its
     diagnostics with a (C7xxx) code, such as "wgmma.mma_async instructions are serialized".
     """
-    found: list[str] = []
+    messages: list[str] = []
     for paragraph in re.split(r"\n\s*\n", log):
         lines = paragraph.splitlines()
         start = next((i for i, text in enumerate(lines) if ": warning" in text), None)
         if start is not None and not lines[start].startswith("ptxas"):
-            found.append("\n".join(lines[start:]))
+            messages.append("\n".join(lines[start:]))
             continue
         for text in lines:
             if re.match(r"\s*ptxas\b.*\bwarning\b", text) or re.search(r"\(C7\d{3}\)", text):
-                found.append(re.sub(r"^\s*ptxas (info|warning)\s*: ", "", text))
-    return tuple(found)
+                messages.append(re.sub(r"^\s*ptxas (info|warning)\s*: ", "", text))
+    return tuple(messages)
 
 
 def excerpt(source: str, line: int, note: str = "", column: int = 0) -> str:
-    """A few numbered lines of the source around one that is marked; lines count from 1.
+    """A few numbered lines of the source around a marked line; lines count from 1.
 
     A note goes below the marked line, with a caret under the given column (from 0).
     """
@@ -141,15 +141,16 @@ def explain(
             way_out="choose one of these, or a newer nvidia-cuda-nvrtc",
         )
     located = [
-        (int(m["line"]), _column(source, m), m["text"]) for m in _MESSAGE.finditer(rejected.log)
+        (int(match["line"]), _column(source, match), match["text"])
+        for match in _MESSAGE.finditer(rejected.log)
     ]
     if not located:
         located = [
-            (_source_line(rejected.ptx, int(m["line"] or 0)), 0, m["text"])
-            for m in _ASSEMBLER.finditer(rejected.log)
-            if "aborted due to errors" not in m["text"]
+            (_source_line(rejected.ptx, int(match["line"] or 0)), 0, match["text"])
+            for match in _ASSEMBLER.finditer(rejected.log)
+            if "aborted due to errors" not in match["text"]
         ]
-    places = [
+    locations = [
         f"{filename}:{line}\n{excerpt(source, line, text, column)}" if line else text
         for line, column, text in located[:_MOST_MESSAGES]
     ]
@@ -159,7 +160,7 @@ def explain(
         count += f", the first {_MOST_MESSAGES} shown"
     return CompileError(
         f"NVRTC rejects {filename}: {first}",
-        where="\n".join(places) or filename,
+        where="\n".join(locations) or filename,
         numbers=f"{count} ({rejected.status}) in {len(source.splitlines()):,} lines, for {arch}, "
         f"NVRTC {nvrtc}",
         way_out="the lines come from the template or from the spec's expressions: correct them "

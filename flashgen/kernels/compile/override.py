@@ -36,9 +36,9 @@ class Override:
     """The edited file.
 
     Attributes:
-        path: where it is.
+        path: its path.
         text: its contents.
-        headers: the files that it includes, and those that they include: path and digest.
+        headers: path and digest of each file that it includes, directly or through others.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class Override:
 
     @property
     def key(self) -> str:
-        """What tells its contents from others."""
+        """A digest of the path and of all contents."""
         parts = str(self.path), self.text, self.headers
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -67,15 +67,15 @@ def current() -> Override | None:
         return None
     path = path.absolute()
     text = _text(path)
-    found: dict[str, str] = {}
-    _add_headers(text, (path,), found)
-    return Override(path, text, tuple(sorted(found.items())))
+    headers: dict[str, str] = {}
+    _add_headers(text, (path,), headers)
+    return Override(path, text, tuple(sorted(headers.items())))
 
 
 def state() -> str:
-    """What tells the edited file from others; "" without one. It is read anew at each call."""
-    found = current()
-    return "" if found is None else found.key
+    """The `key` of the edited file, read anew at each call; "" without one."""
+    edited = current()
+    return "" if edited is None else edited.key
 
 
 def replacing(filename: str, others: Callable[[], Iterable[str]] | None) -> Override | None:
@@ -90,17 +90,17 @@ def replacing(filename: str, others: Callable[[], Iterable[str]] | None) -> Over
     Raises:
         FlashgenError: as `current`.
     """
-    found = current()
-    if found is None:
+    edited = current()
+    if edited is None:
         return None
-    if found.path.name == filename:
-        _fitted.add(str(found.path))
-        return found
-    if others is not None and str(found.path) not in _fitted:
+    if edited.path.name == filename:
+        _fitted.add(str(edited.path))
+        return edited
+    if others is not None and str(edited.path) not in _fitted:
         names = list(dict.fromkeys((filename, *others())))
-        if found.path.name not in names:
+        if edited.path.name not in names:
             warnings.warn(
-                f"FLASHGEN_OVERRIDE is {found.path.name}, which is the name of no kernel here; "
+                f"FLASHGEN_OVERRIDE is {edited.path.name}, which is the name of no kernel here; "
                 f"the kernels are {', '.join(names)}. They are compiled unchanged",
                 stacklevel=4,
             )
@@ -112,15 +112,15 @@ def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.lru_cache(maxsize)
-        def kept(key: str, *args: P.args, **kwargs: P.kwargs) -> T:
+        def by_state(key: str, *args: P.args, **kwargs: P.kwargs) -> T:
             return function(*args, **kwargs)
 
         @functools.wraps(function)
-        def found(*args: P.args, **kwargs: P.kwargs) -> T:
-            return kept(state(), *args, **kwargs)  # type: ignore[arg-type]
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            return by_state(state(), *args, **kwargs)  # type: ignore[arg-type]
 
-        found.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
-        return found
+        wrapper.cache_clear = by_state.cache_clear  # type: ignore[attr-defined]
+        return wrapper
 
     return decorate
 
@@ -143,15 +143,15 @@ def _text(path: Path) -> str:
     )
 
 
-def _add_headers(text: str, includers: tuple[Path, ...], found: dict[str, str]) -> None:
+def _add_headers(text: str, includers: tuple[Path, ...], headers: dict[str, str]) -> None:
     """Adds the files that a text includes; ``includers`` are its file and those that include it."""
-    whole = _SPLICE.sub("", text)
-    bare = _COMMENT.sub(" ", whole)
+    spliced = _SPLICE.sub("", text)
+    without_comments = _COMMENT.sub(" ", spliced)
     # With comments too: what looks like a long comment may begin inside of a short one.
-    for match in (*_INCLUDE.finditer(bare), *_INCLUDE.finditer(whole)):
+    for match in (*_INCLUDE.finditer(without_comments), *_INCLUDE.finditer(spliced)):
         named = _NAMED.match((match[1] or match[2] or "").strip())
         if named is None:
-            if match[1] is None or match.string is not bare:
+            if match[1] is None or match.string is not without_comments:
                 continue  # a macro of __has_include chooses among files that are included by name
             raise FlashgenError(
                 "an include of the edited kernel names its file by a macro",
@@ -160,8 +160,8 @@ def _add_headers(text: str, includers: tuple[Path, ...], found: dict[str, str]) 
                 way_out='#include "file.h", with the name of the file',
             )
         name = named[1] if named[1] is not None else named[2]
-        for place in dict.fromkeys(each.parent / name for each in includers):
-            if str(place) not in found and place.is_file():
-                data = place.read_bytes()
-                found[str(place)] = hashlib.sha256(data).hexdigest()
-                _add_headers(data.decode("utf-8", "replace"), (place, *includers), found)
+        for path in dict.fromkeys(includer.parent / name for includer in includers):
+            if str(path) not in headers and path.is_file():
+                data = path.read_bytes()
+                headers[str(path)] = hashlib.sha256(data).hexdigest()
+                _add_headers(data.decode("utf-8", "replace"), (path, *includers), headers)

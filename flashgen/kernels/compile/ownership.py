@@ -29,17 +29,19 @@ def hindrance(folder: Path) -> str:
     if sys.platform == "win32":
         return ""
     real = Path(os.path.realpath(folder))
-    places = [real, *real.parents]
+    paths = [real, *real.parents]
     if folder.is_symlink():
-        places[1:1] = folder.parents
-    for path in places:
+        paths[1:1] = folder.parents
+    for path in paths:
         try:
-            found = path.stat()
+            status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             return f"{path}: {error.strerror or error}"
-        reason = _of_folder(path, found) if path == real else _of_parent(path, found)
+        reason = (
+            _folder_hindrance(path, status) if path == real else _parent_hindrance(path, status)
+        )
         if reason:
             return reason
     if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
@@ -47,24 +49,26 @@ def hindrance(folder: Path) -> str:
     return ""
 
 
-def _of_folder(path: Path, found: os.stat_result) -> str:
+def _folder_hindrance(path: Path, status: os.stat_result) -> str:
     if sys.platform == "win32":
         return ""
-    if found.st_uid != os.geteuid():
-        return f"{path} belongs to another user ({found.st_uid})"
-    if found.st_mode & _OTHERS:
-        return f"other users can write {path} (mode {stat.S_IMODE(found.st_mode):o})"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to another user ({status.st_uid})"
+    if status.st_mode & _OTHERS:
+        return f"other users can write {path} (mode {stat.S_IMODE(status.st_mode):o})"
     return ""
 
 
-def _of_parent(path: Path, found: os.stat_result) -> str:
-    """A group may write a folder above: private groups of one user are common."""
+def _parent_hindrance(path: Path, status: os.stat_result) -> str:
+    """Why another user may have written into a folder above; "" for none.
+
+    A group may write it: private groups of one user are common."""
     if sys.platform == "win32":
         return ""
-    if found.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to another user ({found.st_uid})"
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        return f"other users can write {path} (mode {stat.S_IMODE(found.st_mode):o})"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to another user ({status.st_uid})"
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        return f"other users can write {path} (mode {stat.S_IMODE(status.st_mode):o})"
     return ""
 
 
@@ -83,10 +87,10 @@ def contents(path: Path) -> bytes:
     # A pipe would wait for its other end.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     with open(os.open(path, flags | getattr(os, "O_BINARY", 0)), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise NotOurs(f"{path.name} is no file")
-        reason = _of_folder(path, found)
+        reason = _folder_hindrance(path, status)
         if reason:
             raise NotOurs(reason)
         return file.read()

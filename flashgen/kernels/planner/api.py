@@ -50,8 +50,8 @@ from flashgen.shared.split_choice import (
     usual_group,
     usual_heads_kv,
 )
-from flashgen.spec.language.chosen_specs import of_kernels
-from flashgen.spec.language.signature import of_elements
+from flashgen.spec.language.chosen_specs import spec_of_kernels
+from flashgen.spec.language.signature import without_codes
 from flashgen.spec.language.spec import AttentionSpec
 
 MOST_OF_PREFILL = 1.1
@@ -78,7 +78,7 @@ def plan(
     ``print(plan)`` shows the derivation: each quantity as a formula with its numbers and its limit.
 
     Args:
-        spec: the variant to plan for. Where queries choose their keys, the plan is that of the
+        spec: the variant to plan for. Where queries choose their keys, the plan is for the
             calls in which a group of queries is a sequence.
         arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100" or "sm_120".
         sram: shared memory per block in bytes, M in the derivation, instead of the architecture's.
@@ -158,13 +158,13 @@ def plan_forward(request: PlanRequest) -> Plan:
 
 
 def _plan_of_codes(request: PlanRequest) -> Plan:
-    """The plan of a spec whose cache has codes, on the path of all architectures, whose threads
-    convert what they copy.
+    """The plan of a spec whose cache has codes, on the path that all architectures have. Threads
+    convert the codes that they copy.
 
-    The keys of a tile are those of the spec without codes, so that results have the same bits. A
-    call with few rows has a tile of few warps.
+    A tile has as many keys as without codes, so that results have the same bits. A call with few
+    rows has a tile of few warps.
     """
-    spec, arch = of_elements(request.spec), facts(portable(request.arch))
+    spec, arch = without_codes(request.spec), facts(portable(request.arch))
     plain = plan_forward(replace(request, spec=spec, arch=arch.name, few_rows=0))
     problem = problem_of(
         spec,
@@ -175,22 +175,24 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         heads_per_tile=request.heads_per_tile,
     )
     in_tiles, in_registers = (
-        problem.given_as(**quantities_of(problem, request.spec.kv_dtype, in_registers=form))
+        problem.with_quantities(**quantities_of(problem, request.spec.kv_dtype, in_registers=form))
         for form in (False, True)
     )
     wide = evaluated(in_tiles, plain.tile)
 
-    def of_rows(rows: int) -> tuple[TileProblem, Evaluated]:
-        found = [(in_tiles, wide)]
+    def tile_of_rows(rows: int) -> tuple[TileProblem, Evaluated]:
+        candidates = [(in_tiles, wide)]
         if request.tile is None:
             for form in (in_tiles, in_registers)[: 2 if plain.tile.column_warps == 1 else 1]:
                 few = _tiles_of_few_rows(form, plain.tile, rows)
-                found += [(form, each) for each in few if form is in_tiles or each.tile.warps == 1]
-        return min(found, key=lambda each: _clocks_of_a_key(each[1]))
+                candidates += [
+                    (form, each) for each in few if form is in_tiles or each.tile.warps == 1
+                ]
+        return min(candidates, key=lambda pair: _clocks_of_a_key(pair[1]))
 
-    form, chosen = of_rows(request.few_rows)
-    group = usual_group(one_tensor="one_tensor" in problem.given)
-    decoding = decoding_tile(plan_of_tile(*of_rows(group), "given"), wide.cost, wide.cost)
+    form, chosen = tile_of_rows(request.few_rows)
+    group = usual_group(one_tensor="one_tensor" in problem.quantities)
+    decoding = decoding_tile(plan_of_tile(*tile_of_rows(group), "given"), wide.cost, wide.cost)
     converted = "in shared memory, by the thread that copied it"
     if form is in_registers:
         converted = "in the registers of its product, as one warp has all rows"
@@ -240,24 +242,24 @@ def feasible(
     Raises:
         PlanError: the architecture is unknown.
     """
-    spec = of_kernels(spec)
+    spec = spec_of_kernels(spec)
     moving = tangents_of(spec) if kernel == "tangent" else ()
     problem = problem_of(spec, facts(arch), sram, 16, 0, kernel, tangents=moving)
     fitting = (
-        each
+        candidate
         for shape in shapes(problem)
-        for each in occupancies(problem, shape)
-        if not each.excesses
+        for candidate in occupancies(problem, shape)
+        if not candidate.excesses
     )
-    ranked = sorted(fitting, key=lambda each: each.rank)
-    return tuple(plan_of_tile(problem, each, "given") for each in ranked)
+    ranked = sorted(fitting, key=lambda candidate: candidate.rank)
+    return tuple(plan_of_tile(problem, candidate, "given") for candidate in ranked)
 
 
 def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
-    """The plan with the tile that all calls with split keys have, however many heads share it.
+    """The plan of calls with split keys: all have one tile, however many heads share it.
 
     Raises:
-        PlanError: no tile fits, or this number of heads cannot share the one of all calls.
+        PlanError: no tile fits, or this number of heads cannot share the tile.
     """
     # The bits of a row depend on block_k, which therefore may depend neither on the lengths of a
     # call nor on its heads.
@@ -266,13 +268,13 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
     if least is None:
         raise no_tile_fits(problem, given_sram=request.sram is not None)
     tile, decoding = _served_tile(shared, least)
-    found = _of_few_rows(problem, given_tile(problem, tile), request.few_rows)
-    extra = problem.given["extra"] - served_registers(request.spec, problem.path.name)
-    best = cheapest(replace(problem, heads_per_tile=1).given_as(extra=extra))
+    chosen = _tile_of_few_rows(problem, given_tile(problem, tile), request.few_rows)
+    extra = problem.quantities["extra"] - served_registers(request.spec, problem.path.name)
+    best = cheapest(replace(problem, heads_per_tile=1).with_quantities(extra=extra))
     assert best is not None, "the tile itself can have one head"
     notes = [
         f"split keys: one tile for every call, which any heads can share: "
-        f"{found.cost:.4f} clk against {best.cost:.4f} of the best one"
+        f"{chosen.cost:.4f} clk against {best.cost:.4f} of the best one"
     ]
     if decoding.cost > decoding.least_cost:
         notes.append(
@@ -281,59 +283,63 @@ def _plan_of_split_keys(problem: TileProblem, request: PlanRequest) -> Plan:
         )
     # Two heads can share all tiles of more than 16 rows, where no box of TMA has rows of both.
     policy = "given" if problem.path.copies_by_tma else request.policy
-    return replace(plan_of_tile(problem, found, policy, tuple(notes)), decoding=decoding)
+    return replace(plan_of_tile(problem, chosen, policy, tuple(notes)), decoding=decoding)
 
 
 def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, DecodingTile]:
-    """The tile of all calls with split keys, and that of those with few rows.
+    """The tile of all calls with split keys, and the tile of calls with few rows.
 
-    The keys of a tile divide those of a split, which decide on the time of calls of one query: of
-    the tiles that cost little more than the cheapest one, the one with which these take the least
-    time, in the mean of `flashgen.shared.split_choice.LOADS`. Calls with pages and without have one
-    tile.
+    The keys of a tile divide the keys of a split, on which the time of calls of one query depends.
+    Among the tiles that cost little more than the cheapest one, the function chooses the tile with
+    which such calls take the least time, in the mean of `flashgen.shared.split_choice.LOADS`. Calls
+    with pages and without have one tile.
     """
-    found, of_all = [], problem.given_as(**most_registers_served(problem.spec, problem.given))
-    group = usual_group(one_tensor="one_tensor" in problem.given)
+    registers = most_registers_served(problem.spec, problem.quantities)
+    largest = problem.with_quantities(**registers)
+    choices = []
+    group = usual_group(one_tensor="one_tensor" in problem.quantities)
     for step in range(least.tile.unit, least.model.max_step + 1, least.tile.unit):
         tile = replace(least.tile, step=step)
-        each = evaluated(problem, tile)
+        candidate = evaluated(problem, tile)
         divides = has_whole_boxes(problem, tile) < has_whole_boxes(problem, least.tile)
-        if each.excesses or divides or each.cost > MOST_OF_PREFILL * least.cost:
+        if candidate.excesses or divides or candidate.cost > MOST_OF_PREFILL * least.cost:
             continue
-        few = _of_few_rows(of_all, each, group)
-        decoding = decoding_tile(plan_of_tile(problem, few, "given"), each.cost, least.cost)
-        plan = replace(plan_of_tile(problem, each, "given"), decoding=decoding)
+        few = _tile_of_few_rows(largest, candidate, group)
+        decoding = decoding_tile(plan_of_tile(problem, few, "given"), candidate.cost, least.cost)
+        plan = replace(plan_of_tile(problem, candidate, "given"), decoding=decoding)
         heads_kv = usual_heads_kv(one_tensor=plan.one_tensor)
-        found.append((choose_split(plan, heads_kv, problem.arch.sms).mean, tile, decoding))
-    _, chosen, decoding = min(found)
+        choices.append((choose_split(plan, heads_kv, problem.arch.sms).mean, tile, decoding))
+    _, chosen, decoding = min(choices)
     return chosen, decoding
 
 
-def _of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:
-    """The tile of fewer warps with the keys and the exponentials of a tile, or the tile itself."""
-    found = [wide]
+def _tile_of_few_rows(problem: TileProblem, wide: Evaluated, rows: int) -> Evaluated:
+    """The best tile of fewer warps with the keys and the exponentials of ``wide``, or ``wide``."""
+    candidates = [wide]
     columns = {"fma_columns": wide.quantities.get("fma_columns", 0)}
-    for each in _tiles_of_few_rows(problem, wide.tile, rows):
-        at = each.model.costs({**each.quantities, **columns})
-        found.append(replace(each, quantities=at, cost=float(at["cost"])))
-    return min(found, key=_clocks_of_a_key)
+    for candidate in _tiles_of_few_rows(problem, wide.tile, rows):
+        quantities = candidate.model.costs({**candidate.quantities, **columns})
+        candidates.append(replace(candidate, quantities=quantities, cost=float(quantities["cost"])))
+    return min(candidates, key=_clocks_of_a_key)
 
 
 def _tiles_of_few_rows(problem: TileProblem, wide: Tile, rows: int) -> Iterator[Evaluated]:
-    """The tiles that fit, with the keys of a tile and fewer rows, but not fewer than ``rows``; none
-    for 0 rows."""
+    """The tiles that fit, with the keys of ``wide``, and fewer rows, but at least ``rows`` of them;
+    none for 0 rows."""
     warps = problem.model.warps_of_few_rows * wide.column_warps
     while rows and 0 < warps <= wide.warps:
         for row_groups in sorted({1, wide.row_groups}):
             tile = replace(wide, warps=warps, row_groups=row_groups, blocks=1)
             if rows <= tile.owned < wide.owned and warps >= warps_to_copy(problem):
-                yield from (each for each in occupancies(problem, tile) if not each.excesses)
+                yield from (
+                    candidate for candidate in occupancies(problem, tile) if not candidate.excesses
+                )
         warps *= 2
 
 
-def _clocks_of_a_key(each: Evaluated) -> float:
-    """Clocks that a tile takes for one key: rows that a call does not have are computed too."""
-    return each.cost * each.tile.owned
+def _clocks_of_a_key(candidate: Evaluated) -> float:
+    """Clocks that a tile takes for one key, for all its rows, also where a call has fewer."""
+    return candidate.cost * candidate.tile.owned
 
 
 def _check_heads(problem: TileProblem) -> None:
@@ -345,7 +351,7 @@ def _check_heads(problem: TileProblem) -> None:
     heads = problem.heads_per_tile
     why = why_walks_differ(problem.spec)
     tiles = {tile.owned for tile in shapes(problem)}
-    dropout = problem.given["dropout_ops"] > 0
+    dropout = problem.quantities["dropout_ops"] > 0
     if not why and all(
         any(obstacles_to_sharing(problem.path, rows, heads, dropout=dropout)) for rows in tiles
     ):
@@ -356,7 +362,7 @@ def _check_heads(problem: TileProblem) -> None:
 
 def _shares(problem: TileProblem) -> str:
     """The numbers of rows that each head of a shared tile can have."""
-    few = "" if problem.given["dropout_ops"] else "1, 2, 4, 8, "
+    few = "" if problem.quantities["dropout_ops"] else "1, 2, 4, 8, "
     if problem.path.copies_by_tma:
         return f"{few}16, 32 or a multiple of 64"
     return f"{few}{'or ' if few else ''}a multiple of 16"

@@ -1,4 +1,4 @@
-"""The plan of a backward pass: those of its kernels, and the reasons for the choice."""
+"""The plan of a backward pass: the plans of its kernels, and the reasons for the choice."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class BackwardPlan:
     @property
     def cost(self) -> float:
         """Predicted clocks of one SM per score element, without kernels whose cost is per row."""
-        return sum(each.cost * each.launches for each in self.kernels if not each.streams)
+        return sum(plan.cost * plan.launches for plan in self.kernels if not plan.streams)
 
     @property
-    def of_keys(self) -> Plan:
+    def key_plan(self) -> Plan:
         """The plan of the kernel that computes dK and dV: "fused" or "dkdv"."""
-        return next(each for each in self.kernels if each.owns_keys)
+        return next(plan for plan in self.kernels if plan.owns_keys)
 
     def kernel(self, name: str) -> Plan:
         """The plan of one kernel.
@@ -45,9 +45,9 @@ class BackwardPlan:
         Raises:
             KeyError: this scheme has no kernel of that name.
         """
-        for each in self.kernels:
-            if each.kernel == name:
-                return each
+        for plan in self.kernels:
+            if plan.kernel == name:
+                return plan
         raise KeyError(name)
 
     def __str__(self) -> str:
@@ -59,4 +59,4 @@ class BackwardPlan:
         lines = [f"backward  scheme {self.scheme}"]
         for note in self.notes:
             lines += wrapped(note)
-        return "\n".join([*lines, *(each.explain(details=details) for each in self.kernels)])
+        return "\n".join([*lines, *(plan.explain(details=details) for plan in self.kernels)])

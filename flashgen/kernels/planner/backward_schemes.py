@@ -40,9 +40,9 @@ EXACT_NOTE = (
 
 def kernels_of(spec: AttentionSpec, *, deterministic: bool) -> dict[str, tuple[str, ...]]:
     """The schemes that ``spec`` allows, each with its kernels that have tiles, in launch order."""
-    of_learned = kernel_for_learned(spec, deterministic=deterministic)
+    learned_kernels = kernel_for_learned(spec, deterministic=deterministic)
     return {
-        name: (*parts, *of_learned)
+        name: (*parts, *learned_kernels)
         for name, parts in SCHEMES.items()
         if name == "split" or not deterministic
     }
@@ -56,23 +56,23 @@ def kernel_for_learned(spec: AttentionSpec, *, deterministic: bool) -> tuple[str
     return ("captured_exact" if deterministic else "captured",)
 
 
-def streaming_kernels_of(spec: AttentionSpec, of_keys: Plan) -> tuple[Plan, ...]:
-    """The kernels before and after those that compute scores: "delta", and for sums of a gradient
-    the kernel that converts them.
+def streaming_kernels_of(spec: AttentionSpec, key_plan: Plan) -> tuple[Plan, ...]:
+    """The kernels before and after the kernels that compute scores: "delta", and a kernel for each
+    gradient whose sums are converted.
 
     Args:
-        of_keys: the plan of the kernel that computes dK and dV.
+        key_plan: the plan of the kernel that computes dK and dV.
     """
-    arch, path, sums_tile = of_keys.arch, of_keys.path, of_keys.sums_tile
+    arch, path, sums_tile = key_plan.arch, key_plan.path, key_plan.sums_tile
     delta = plan_delta(spec, arch, path, sums_tile)
     sums = {} if sums_tile is None else {"dq": (path, sums_tile)}
-    if of_keys.in_parts:  # in the order of the sums of mma.sync: rows are rows
-        rows, d_qk, d_v = of_keys.block_k, of_keys.head_dim, of_keys.head_dim_v
+    if key_plan.in_parts:  # in the order of the sums of mma.sync: rows are rows
+        rows, d_qk, d_v = key_plan.block_k, key_plan.head_dim, key_plan.head_dim_v
         sums |= {"dk": ("sm_80", (rows, d_qk)), "dv": ("sm_80", (rows, d_v))}
-    converted = (plan_convert(spec, arch, name, *of_sums) for name, of_sums in sums.items())
+    converted = (plan_convert(spec, arch, name, *source) for name, source in sums.items())
     return delta, *(
-        each if each.kernel == "convert_dq" else replace(each, of_parts=of_keys)
-        for each in converted
+        plan if plan.kernel == "convert_dq" else replace(plan, fused_plan=key_plan)
+        for plan in converted
     )
 
 
@@ -83,32 +83,32 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     check_size(spec)
     refuse_backward(spec, alone=request.alone)
     if request.alone:
-        return _alone(request)
-    found: dict[str, Plan] = {}
+        return _plan_alone(request)
+    plans: dict[str, Plan] = {}
     missing: dict[str, PlanError] = {}
-    of_learned = kernel_for_learned(spec, deterministic=deterministic)
-    for kernel in ("dkdv", "dq", "fused", *of_learned):
+    learned_kernels = kernel_for_learned(spec, deterministic=deterministic)
+    for kernel in ("dkdv", "dq", "fused", *learned_kernels):
         planned = _planned(request, kernel)
         if isinstance(planned, PlanError):
             missing[kernel] = planned
         else:
-            found[kernel] = planned
-    possible = [name for name, parts in SCHEMES.items() if all(part in found for part in parts)]
-    able = kernels_of(spec, deterministic=deterministic)
-    allowed = [name for name in possible if name in able]
+            plans[kernel] = planned
+    possible = [name for name, parts in SCHEMES.items() if all(part in plans for part in parts)]
+    supported = kernels_of(spec, deterministic=deterministic)
+    allowed = [name for name in possible if name in supported]
     if not allowed:
         raise next(iter(missing.values()))
-    costs = {name: sum(found[part].cost for part in SCHEMES[name]) for name in possible}
+    costs = {name: sum(plans[part].cost for part in SCHEMES[name]) for name in possible}
     fixed = [name for name in allowed if all(part in tiles for part in SCHEMES[name])]
     scheme = min(fixed or allowed, key=lambda name: (costs[name], name))
-    for kernel in of_learned:
-        if kernel not in found:
+    for kernel in learned_kernels:
+        if kernel not in plans:
             raise missing[kernel]
-    parts = [found[name] for name in SCHEMES[scheme]]
+    parts = [plans[name] for name in SCHEMES[scheme]]
     if request.in_parts and parts[0].divides_groups:
         parts[0] = replace(parts[0], in_parts=True)
     delta, *convert = streaming_kernels_of(spec, parts[0])
-    kernels = (delta, *parts, *convert, *(found[name] for name in of_learned))
+    kernels = (delta, *parts, *convert, *(plans[name] for name in learned_kernels))
     if deterministic:
         why = "split, because every sum must have a fixed order: atomic additions have none"
     elif fixed:
@@ -118,23 +118,23 @@ def plan_schemes(request: BackwardPlanRequest) -> BackwardPlan:
     else:
         why = f"{scheme}, because nothing else fits"
     if parts[0].in_parts:
-        of_key = 4 * (parts[0].head_dim + parts[0].head_dim_v)
+        bytes_of_key = 4 * (parts[0].head_dim + parts[0].head_dim_v)
         why += (
-            f"; its blocks own parts of groups of query heads: {of_key:,} B per key, key head and "
-            "part are written, and read by the kernels that add the parts in their order"
+            f"; its blocks own parts of groups of query heads: {bytes_of_key:,} B per key, key "
+            "head and part are written, and read by the kernels that add the parts in their order"
         )
-    return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(found, costs), why))
+    return BackwardPlan(scheme, deterministic, kernels, (*_costs_of_schemes(plans, costs), why))
 
 
 def _planned(request: BackwardPlanRequest, kernel: str) -> Plan | PlanError:
     """The plan of a kernel with scores; where no tile fits, the error, as another kernel may do."""
-    spare, given = dict(request.spare_registers).get(kernel, 0), dict(request.tiles).get(kernel)
+    spare, tile = dict(request.spare_registers).get(kernel, 0), dict(request.tiles).get(kernel)
     problem = problem_of(request.spec, facts(request.arch), request.sram, 16, spare, kernel)
-    chosen = cheapest(problem, request.few_rows) if given is None else given_tile(problem, given)
+    chosen = cheapest(problem, request.few_rows) if tile is None else given_tile(problem, tile)
     if chosen is None:
         return no_tile_fits(problem, given_sram=request.sram is not None)
     notes = (EXACT_NOTE,) if kernel == "captured_exact" else ()
-    return plan_of_tile(problem, chosen, "derived" if given is None else "given", notes)
+    return plan_of_tile(problem, chosen, "derived" if tile is None else "given", notes)
 
 
 _ALONE = {
@@ -143,35 +143,35 @@ _ALONE = {
 }
 
 
-def _alone(request: BackwardPlanRequest) -> BackwardPlan:
-    """The kernels of the gradient of q alone, or of those of k and v, in sums of a fixed order.
+def _plan_alone(request: BackwardPlanRequest) -> BackwardPlan:
+    """The kernels of the gradient of q alone, or of k and v alone, in sums of a fixed order.
 
-    "delta" comes first whatever the weights are, because the other kernel starts while the one
-    before it runs, which must be one of the call.
+    "delta" comes first whatever the weights are: the other kernel starts while the kernel before it
+    runs, and that must be a kernel of the same call.
     """
-    kernel, what = _ALONE[request.alone]
+    kernel, description = _ALONE[request.alone]
     planned = _planned(request, kernel)
     if isinstance(planned, PlanError):
         raise planned
     kernels = plan_delta(request.spec, planned.arch, planned.path), planned
-    why = f"{request.alone}: {what}, {kernel} {planned.cost:.4f} clk"
+    why = f"{request.alone}: {description}, {kernel} {planned.cost:.4f} clk"
     return BackwardPlan(request.alone, True, kernels, (why,))
 
 
-def _costs_of_schemes(found: dict[str, Plan], costs: dict[str, float]) -> list[str]:
+def _costs_of_schemes(plans: dict[str, Plan], costs: dict[str, float]) -> list[str]:
     """Printed lines: the cost of each scheme, and the cost that learned tensors add."""
     notes = []
     for name, parts in SCHEMES.items():
         if name in costs:
-            each = " + ".join(f"{part} {found[part].cost:.4f}" for part in parts)
+            terms = " + ".join(f"{part} {plans[part].cost:.4f}" for part in parts)
             products = "5 products per score" if name == "fused" else "7 products per score"
             total = f" = {costs[name]:.4f}" if len(parts) > 1 else ""
-            notes.append(f"{name}: {products}, {each}{total} clk")
+            notes.append(f"{name}: {products}, {terms}{total} clk")
         else:
-            lacking = " and ".join(part for part in parts if part not in found)
+            lacking = " and ".join(part for part in parts if part not in plans)
             notes.append(f"{name}: no tile of {lacking} fits")
-    for plan in found.values():
-        if plan.of_captured:
+    for plan in plans.values():
+        if plan.is_for_learned:
             products = f"{2 * plan.launches} products per score more"
             notes.append(f"{plan.kernel}: {products}, {plan.cost * plan.launches:.4f} clk")
     return notes

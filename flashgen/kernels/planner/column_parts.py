@@ -44,54 +44,54 @@ class LaunchColumns(NamedTuple):
 def columns_of_launch(
     spec: AttentionSpec,
     arch: str,
-    which: str,
+    pass_name: str,
     *,
     tangents: tuple[str, ...] = (),
     sram: int | None = None,
 ) -> LaunchColumns:
-    """All columns of V, or a part of them, of two to four.
+    """All columns of V, or one of two to four parts of them.
 
     A forward pass has the columns of least predicted cost. The other passes have the most columns
-    that a tile holds; so has a forward pass of served calls, as those with few rows take the
-    time to read the keys, which each launch reads.
+    that a tile holds. So has a forward pass of served calls: with few rows it takes as long as to
+    read the keys, which each launch reads.
 
     Args:
-        which: "forward", "backward", "deterministic", "queries", "keys" or "tangent".
+        pass_name: "forward", "backward", "deterministic", "queries", "keys" or "tangent".
         tangents: for "tangent", the names of the tensors that have a tangent.
     """
     dim = spec.head_dim_v
-    assert dim is not None, "that of a call"
+    assert dim is not None, "calls have a head dim"
     best, least = LaunchColumns(0, math.inf), math.inf
     for columns in (dim, *columns_of_parts(dim)):
         part = spec if columns == dim else with_columns(spec, columns)
         try:
-            plan = _planned(part, arch, which, tangents, sram)
+            plan = _planned(part, arch, pass_name, tangents, sram)
         except PlanError:
             continue
         launches = math.ceil(dim / columns)
-        found = LaunchColumns(columns, plan.cost * launches)
-        if isinstance(plan, BackwardPlan) or which == "tangent" or spec.is_served:
-            return found
+        launch_columns = LaunchColumns(columns, plan.cost * launches)
+        if isinstance(plan, BackwardPlan) or pass_name == "tangent" or spec.is_served:
+            return launch_columns
         gathered = spec.block_sparse if plan.gathers else None
         share = share_of_scores(gathered, plan.queries_per_tile) if gathered else 1.0
-        if found.cost * share < least:
-            best, least = found, found.cost * share
+        if launch_columns.cost * share < least:
+            best, least = launch_columns, launch_columns.cost * share
         # The products of one launch more, which computes all scores again.
-        at = plan.quantities
-        macs = at["factors"] * ((launches + 1) * spec.head_dim + dim)
-        if not gathered and macs / at["tensor_rate"] >= least:
+        quantities = plan.quantities
+        macs = quantities["factors"] * ((launches + 1) * spec.head_dim + dim)
+        if not gathered and macs / quantities["tensor_rate"] >= least:
             break
     return best
 
 
 def _planned(
-    spec: AttentionSpec, arch: str, which: str, tangents: tuple[str, ...], sram: int | None
+    spec: AttentionSpec, arch: str, pass_name: str, tangents: tuple[str, ...], sram: int | None
 ) -> Plan | BackwardPlan:
-    """The plan of a pass; arguments as of `columns_of_launch`."""
-    if which == "forward":
+    """The plan of a pass; arguments as for `columns_of_launch`."""
+    if pass_name == "forward":
         return plan_forward(PlanRequest(spec, arch, sram, access_bytes=16))
-    if which == "tangent":
+    if pass_name == "tangent":
         return plan_tangent(TangentPlanRequest(spec, arch, tangents, sram))
-    if which in ("queries", "keys"):
-        return plan_schemes(BackwardPlanRequest(spec, arch, sram, alone=which))
-    return plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
+    if pass_name in ("queries", "keys"):
+        return plan_schemes(BackwardPlanRequest(spec, arch, sram, alone=pass_name))
+    return plan_backward(spec, arch, sram=sram, deterministic=pass_name == "deterministic")

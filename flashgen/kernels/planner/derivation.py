@@ -75,33 +75,38 @@ class Refusal(Excess):
         needs, limit = counted(self.needs), counted(self.limit)
         unit = f" {self.unit}" if self.unit else ""
         if self.quantity == "cost" and self.needs < self.limit:
-            less = f"fits, and costs {needs}{unit} against {limit}"
-            return f"{self.change}: {less}; another rule, which the notes give, chose the tile"
+            comparison = f"fits, and costs {needs}{unit} against {limit}"
+            rule = "another rule, which the notes give, chose the tile"
+            return f"{self.change}: {comparison}; {rule}"
         if self.quantity == "cost":
             return f"{self.change}: fits, but costs {needs}{unit} against {limit}"
         if self.quantity == "whole boxes":
             return f"{self.change}: fits, but {needs}{unit} are no whole boxes of {limit}"
-        of = f"{unit} of" if unit else ""
-        return f"{self.change}: needs {needs}{of} {self.quantity}, {limit}{unit} allowed"
+        unit_text = f"{unit} of" if unit else ""
+        return f"{self.change}: needs {needs}{unit_text} {self.quantity}, {limit}{unit} allowed"
 
 
 def line_of(
-    formula: Formula, at: Mapping[str, Number], limit_name: str = "", *, upper_bound: bool = False
+    formula: Formula,
+    quantities: Mapping[str, Number],
+    limit_name: str = "",
+    *,
+    upper_bound: bool = False,
 ) -> DerivationLine:
-    """The derivation line of a formula, with the values ``at`` of the quantities.
+    """The derivation line of a formula for these values of the ``quantities``.
 
     Args:
         limit_name: the quantity that is the limit; "" without one.
-        upper_bound: the formula is a bound of its quantity, which has another value in ``at``.
+        upper_bound: whether the formula bounds its quantity, and ``quantities`` has another value.
     """
     return DerivationLine(
         name=formula.name,
         formula=formula.text,
-        substituted=formula.substituted(at),
-        value=formula(at) if upper_bound else tidy(at[formula.name]),
+        substituted=formula.substituted(quantities),
+        value=formula(quantities) if upper_bound else tidy(quantities[formula.name]),
         unit=formula.unit,
         relation="<=" if upper_bound else "=",
-        limit=at[limit_name] if limit_name else None,
+        limit=quantities[limit_name] if limit_name else None,
         limit_name=limit_name,
         detail=formula.name in _DETAILS,
     )
@@ -124,14 +129,14 @@ def wrapped(*parts: str) -> list[str]:
     """``parts`` on as few indented lines as possible, broken between parts rather than inside."""
     lines = [""]
     for part in parts:
-        lead = "  " if len(lines) > 1 else ""
-        room = COLUMNS - INDENT - len(lead)
-        joined = f"{lines[-1]} {part}".strip()
-        if len(joined) <= room:
-            lines[-1] = joined
+        indent = "  " if len(lines) > 1 else ""
+        width = COLUMNS - INDENT - len(indent)
+        extended = f"{lines[-1]} {part}".strip()
+        if len(extended) <= width:
+            lines[-1] = extended
             continue
-        pieces = textwrap.wrap(part, room - 2, subsequent_indent="  ", break_long_words=False)
+        pieces = textwrap.wrap(part, width - 2, subsequent_indent="  ", break_long_words=False)
         lines += pieces if lines[-1] else []
         if not lines[-1]:
             lines = pieces
-    return [" " * INDENT + ("  " if place else "") + line for place, line in enumerate(lines)]
+    return [" " * INDENT + ("  " if index else "") + line for index, line in enumerate(lines)]

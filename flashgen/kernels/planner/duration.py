@@ -97,12 +97,12 @@ class HeadSteps(NamedTuple):
     Attributes:
         lengths: steps of each block of one head, in the order of its tiles.
         times: the number of heads.
-        together: the number of interleaved heads, whose longest blocks are launched first.
+        interleaved: the number of interleaved heads, whose longest blocks are launched first.
     """
 
     lengths: Sequence[float]
     times: int
-    together: int = 1
+    interleaved: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def duration_of(
         uneven: whether the mask's bounds move with the tile (`MaskAnalysis.growth`), so that heads
             are interleaved.
         splits: the parts of a row that a merge reads.
-        rereads: bytes of the walks that one before has read, and that L2 holds: the same queries
-            in each split of their keys.
+        rereads: bytes of the walks that an earlier walk has read and that L2 holds, such as the
+            same queries in each split of their keys.
 
     Raises:
         ValueError: visited tiles are for another number of tiles.
@@ -168,7 +168,7 @@ def duration_of(
         parts = parts_of(paced, walks, uneven=uneven)
     steps = sum(sum(part.lengths) * part.times for part in parts)
     scores = 0 if streams else steps * plan.block_q * plan.block_k
-    at: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         **step_facts(paced),
         "sms": arch.sms,
         "blocks": plan.blocks_per_sm,
@@ -182,35 +182,42 @@ def duration_of(
     formulas: tuple[Formula, ...] = STREAMING_FORMULAS
     launched = parts
     if streams:
-        at |= {"latency": arch.memory_latency, "warps": plan.warps}
-        at |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
+        quantities |= {"latency": arch.memory_latency, "warps": plan.warps}
+        quantities |= {name: plan.quantities[name] for name in ("loads", "chained_loads")}
         if plan.merges_splits:
-            at["chained_loads"] = int(waits_of_merge(plan.arch, work_tiles, splits))
+            quantities["chained_loads"] = int(waits_of_merge(plan.arch, work_tiles, splits))
     else:
-        begun = at["begun"] = BEGUN(at)
+        begun = quantities["begun"] = BEGUN(quantities)
         restarts = restart_formulas(plan) if plan.joins else ()
         formulas = (RESIDENT, SLOTS_OF_RESIDENT, ROUNDS, BEGUN, *restarts, *FORMULAS)
         launched = tuple(
             part._replace(lengths=[steps + begun for steps in part.lengths]) for part in parts
         )
-        at["makespan"] = makespan(launched, arch.sms * paced.blocks_per_sm)
-    FormulaSequence(*formulas)(at)
-    lines = tuple(line_of(formula, at) for formula in formulas)
-    bound = "work" if at["time"] == at["work"] * at["quantisation"] else "hbm"
-    seconds, quantisation = at["time"] / arch.clock_hz, float(at["quantisation"])
+        quantities["makespan"] = makespan(launched, arch.sms * paced.blocks_per_sm)
+    FormulaSequence(*formulas)(quantities)
+    lines = tuple(line_of(formula, quantities) for formula in formulas)
+    bound = (
+        "work" if quantities["time"] == quantities["work"] * quantities["quantisation"] else "hbm"
+    )
+    seconds, quantisation = quantities["time"] / arch.clock_hz, float(quantities["quantisation"])
     return Duration(plan, lines, seconds, bound, quantisation, launched)
 
 
 def _at_pace(plan: Plan, resident: int) -> Plan:
-    """The plan with the costs of blocks of which so many share an SM."""
+    """The plan with the costs of blocks where ``resident`` of them share an SM."""
     if resident == plan.blocks_per_sm:
         return plan
-    at = plan.model.costs({**plan.quantities, "blocks": resident})
-    return replace(plan, blocks_per_sm=resident, quantities=Quantities(at), cost=float(at["cost"]))
+    quantities = plan.model.costs({**plan.quantities, "blocks": resident})
+    return replace(
+        plan,
+        blocks_per_sm=resident,
+        quantities=Quantities(quantities),
+        cost=float(quantities["cost"]),
+    )
 
 
 def decoding_tile(plan: Plan, cost: float, least_cost: float) -> DecodingTile:
-    """The tile of a plan, as that of calls with split keys.
+    """The tile of a plan as the tile of calls with split keys.
 
     Args:
         cost, least_cost: as in `DecodingTile`.
@@ -230,7 +237,7 @@ def decoding_tile(plan: Plan, cost: float, least_cost: float) -> DecodingTile:
 
 
 def step_facts(plan: Plan) -> dict[str, Number]:
-    """The tile, its cost and the rate of L2: what tells how long a step takes."""
+    """The quantities by which a step takes its time: the tile, its cost and the rate of L2."""
     paces = {name: plan.quantities[name] for name in ("alone", "pace") if name in plan.quantities}
     return {
         **paces,
@@ -245,26 +252,26 @@ def step_facts(plan: Plan) -> dict[str, Number]:
 
 
 def restart_formulas(plan: Plan) -> tuple[Formula, Formula]:
-    """The steps that each further split of a block takes, which has several of its rows."""
+    """The formulas of the steps that a block takes for each further split of its rows."""
     return (REFILLED_AHEAD if "pace" in plan.quantities else REFILLED), RESTARTED
 
 
 def restarted_steps(plan: Plan) -> float:
-    """The last of `restart_formulas`."""
-    at = step_facts(plan)
-    FormulaSequence(*restart_formulas(plan))(at)
-    return float(at["restarted"])
+    """The value of the last of `restart_formulas`: steps for each further split of a block."""
+    quantities = step_facts(plan)
+    FormulaSequence(*restart_formulas(plan))(quantities)
+    return float(quantities["restarted"])
 
 
 def gaps_between(plans: Sequence[Plan]) -> float:
     """Seconds from the ends of the launches of a call to the starts of the next ones.
 
-    Both numbers are assumed: a launch starts some microseconds after the end of the one before, and
-    about one after it where the launches overlap, so that its blocks only wait for the last writes.
-    That the first blocks of the second run beside the last ones of the first is not counted.
+    Both numbers are assumed. A launch starts some microseconds after the end of the launch before;
+    where they overlap, about one microsecond after it, because its blocks only wait for the last
+    writes. It is not counted that its first blocks run beside the last blocks of the launch before.
     """
-    overlapping = sum(each.overlaps for each in plans)
-    launches = sum(each.launches for each in plans)
+    overlapping = sum(plan.overlaps for plan in plans)
+    launches = sum(plan.launches for plan in plans)
     between = launches - 1 - overlapping
     return (LAUNCH_GAP_US * between + OVERLAP_GAP_US * overlapping) * 1e-6
 
@@ -273,29 +280,29 @@ def cost_of_parts(durations: Sequence[Duration], sizes: LaunchSizes) -> str:
     """What sums of parts of groups of query heads cost a backward call; "" without parts.
 
     Args:
-        durations: those of all launches of the call.
-        sizes: those of the call.
+        durations: the durations of all launches of the call.
+        sizes: the sizes of the call.
     """
-    fused = next((each.plan for each in durations if each.plan.in_parts), None)
+    fused = next((duration.plan for duration in durations if duration.plan.in_parts), None)
     if fused is None:
         return ""
     parts, heads = fused.parts_of_group(*sizes)
     rows = sizes.batch * sizes.heads_kv * parts * -(-sizes.seq_k // fused.block_k) * fused.block_k
-    moved = SUM_BYTES * rows * (fused.head_dim + fused.head_dim_v)
-    written = moved / facts(fused.arch).hbm_bytes_per_s
-    read = sum(each.seconds for each in durations if each.plan.of_parts is not None)
+    size = SUM_BYTES * rows * (fused.head_dim + fused.head_dim_v)
+    written = size / facts(fused.arch).hbm_bytes_per_s
+    reads = sum(duration.seconds for duration in durations if duration.plan.fused_plan is not None)
     waits, _ = times_of_parts(fused, sizes, facts(fused.arch).memory, packed=False)
     return (
-        f"parts     {parts} of each group, of up to {heads} query heads: {moved:,} B of sums of dK "
+        f"parts     {parts} of each group, of up to {heads} query heads: {size:,} B of sums of dK "
         f"and dV, which fused writes in {written * 1e6:,.1f} us at the rate of global memory, and "
-        f"which convert_dk and convert_dv add in order in {read * 1e6:,.1f} us; blocks of whole "
+        f"which convert_dk and convert_dv add in order in {reads * 1e6:,.1f} us; blocks of whole "
         f"groups would wait {waits * 1e6:,.1f} us for rows that L2 does not hold"
     )
 
 
 def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSteps, ...]:
     """The parts of a launch, with the steps of the main loops of their blocks."""
-    found = []
+    head_steps = []
     for walk in walks:
         parts, part_heads = plan.parts_of_group(*walk.sizes)
         tiles, heads, entries = plan.grid(*walk.sizes, parts=parts)
@@ -304,19 +311,22 @@ def parts_of(plan: Plan, walks: Sequence[Walk], *, uneven: bool) -> tuple[HeadSt
             tiles, heads = tiles // paired, heads * paired
         lengths = _lengths(plan, tiles, walk)
         bits = plan.head_bits(*walk.sizes[1:], part_heads) if uneven and not plan.streams else 0
-        found.append(HeadSteps(lengths, heads * entries, 1 << bits))
-    return tuple(found)
+        head_steps.append(HeadSteps(lengths, heads * entries, 1 << bits))
+    return tuple(head_steps)
 
 
 def clocks_of_step(plan: Plan, kind: StepKind) -> float:
-    """The clocks of a step over those of one that computes all rows of a tile without a mask."""
+    """The clocks of a step over the clocks of a step of all rows of a tile without a mask."""
     if kind in ((0, 0), (plan.block_q, 0)):
         return float(kind.rows > 0)
-    at = plan.quantities.copy()
-    at["score_ops"] += at["mask_stall"] * kind.mask_ops
+    quantities = plan.quantities.copy()
+    quantities["score_ops"] += quantities["mask_stall"] * kind.mask_ops
     if kind.rows < plan.block_q:
-        at["block_q"], at["warps"] = kind.rows, plan.warps * kind.rows // plan.block_q
-    cost = plan.model.costs(at)["cost"]
+        quantities["block_q"], quantities["warps"] = (
+            kind.rows,
+            plan.warps * kind.rows // plan.block_q,
+        )
+    cost = plan.model.costs(quantities)["cost"]
     return float(cost * kind.rows / (plan.cost * plan.block_q))
 
 
@@ -334,10 +344,10 @@ def makespan(parts: Sequence[HeadSteps], slots: int) -> float:
         blocks = sum(len(part.lengths) * part.times for part in parts)
         return max(1, different.pop() * -(-blocks // slots))
     free = [0.0] * slots  # as `placed`, without the numbers of slots, tiles and heads
-    for lengths, times, together in parts:
+    for lengths, times, interleaved in parts:
         ordered = sorted(lengths, reverse=True)
-        for first in range(0, times, together):
-            heads = range(min(together, times - first))
+        for first in range(0, times, interleaved):
+            heads = range(min(interleaved, times - first))
             for length in ordered:
                 for _ in heads:
                     heapq.heapreplace(free, free[0] + length)
@@ -353,11 +363,11 @@ def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float,
     """
     free = [(0.0, slot) for slot in range(slots)]
     before = 0
-    for lengths, times, together in parts:
+    for lengths, times, interleaved in parts:
         ordered = sorted(range(len(lengths)), key=lambda tile: -lengths[tile])
-        for first in range(0, times, together):
+        for first in range(0, times, interleaved):
             for tile in ordered:
-                for head in range(first, min(first + together, times)):
+                for head in range(first, min(first + interleaved, times)):
                     start, slot = free[0]
                     end = start + lengths[tile]
                     heapq.heapreplace(free, (end, slot))
@@ -366,8 +376,8 @@ def placed(parts: Sequence[HeadSteps], slots: int) -> Iterator[tuple[int, float,
 
 
 def _lengths(plan: Plan, tiles: int, walk: Walk) -> list[float]:
-    """Steps of each block of a head; where blocks own keys, summed over a group's query heads, or
-    over those of a part, of which all have the same number here."""
+    """Steps of each block of a head; where blocks own keys, summed over the query heads of a group
+    or of a part. All parts count as having the same number of heads."""
     sizes = walk.sizes
     if plan.streams:
         return [1] * tiles
@@ -397,8 +407,8 @@ def _edges(plan: Plan, walks: Sequence[Walk]) -> int:
     if plan.owns_keys:
         keys = parts = 0
         for sizes, *_ in walks:
-            own = sizes.batch * sizes.heads_kv * sizes.seq_k
-            keys, parts = keys + own, parts + own * plan.parts_of_group(*sizes)[0]
+            entry_keys = sizes.batch * sizes.heads_kv * sizes.seq_k
+            keys, parts = keys + entry_keys, parts + entry_keys * plan.parts_of_group(*sizes)[0]
         if plan.in_parts:  # K and V for each part, which writes float32 sums of dK and dV
             return (plan.itemsize + SUM_BYTES) * parts * (d_qk + d_v)
         return plan.itemsize * keys * 2 * (d_qk + d_v)
@@ -415,12 +425,12 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     """Bytes of all operands and results, each counted once."""
     queries = sizes.batch * sizes.heads_q * sizes.seq_q
     if plan.kernel == "merge":
-        at = plan.quantities
-        return queries * int(splits * at["part_bytes"] + at["row_bytes"])
+        quantities = plan.quantities
+        return queries * int(splits * quantities["part_bytes"] + quantities["row_bytes"])
     keys = sizes.batch * sizes.heads_kv * sizes.seq_k
     qk, v = plan.head_dim * plan.itemsize, plan.head_dim_v * plan.itemsize
-    of_key = qk if plan.one_tensor else qk + v
-    operands = queries * qk + keys * of_key * plan.kv_itemsize // plan.itemsize
+    key_bytes = qk if plan.one_tensor else qk + v
+    operands = queries * qk + keys * key_bytes * plan.kv_itemsize // plan.itemsize
     if plan.kernel == "forward":
         return operands + queries * (plan.head_dim_v * plan.out_itemsize + plan.lse_bytes)
     if plan.kernel == "tangent":
@@ -428,7 +438,7 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
         return operands + sum(moving[x] for x in plan.moving) + 2 * queries * (v + LSE_BYTES)
     parts, _ = plan.parts_of_group(*sizes)
     rows = (sizes.heads_q, sizes.seq_q)
-    if plan.of_parts is not None:
+    if plan.fused_plan is not None:
         rows = (sizes.heads_kv * parts, sizes.seq_k)
     sums = SUM_BYTES * plan.elements_of_sums(sizes.batch, *rows)
     if plan.kernel == "delta":
@@ -438,7 +448,9 @@ def _bytes(plan: Plan, sizes: LaunchSizes, splits: int) -> int:
     if plan.kernel in CONVERT_KERNELS:
         return sums + keys * (qk if plan.kernel == "convert_dk" else v)
     results = {"dkdv": keys * (qk + v), "dq": queries * qk} | dict.fromkeys(LEARNED_KERNELS, 0)
-    both = results["dkdv"] + sums
+    fused_bytes = results["dkdv"] + sums
     if plan.in_parts:
-        both = keys * parts * SUM_BYTES * (plan.head_dim + plan.head_dim_v) + sums
-    return operands + queries * (v + ROW_BYTES * plan.has_rows) + results.get(plan.kernel, both)
+        fused_bytes = keys * parts * SUM_BYTES * (plan.head_dim + plan.head_dim_v) + sums
+    return (
+        operands + queries * (v + ROW_BYTES * plan.has_rows) + results.get(plan.kernel, fused_bytes)
+    )

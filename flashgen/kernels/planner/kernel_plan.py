@@ -12,7 +12,7 @@ from flashgen.kernels.planner.derivation import (
     printed_line,
     wrapped,
 )
-from flashgen.kernels.planner.models.codes_sm80 import of_codes
+from flashgen.kernels.planner.models.codes_sm80 import model_of_codes
 from flashgen.kernels.planner.models.fitted_common import (
     L2_SHARE_OF_HEADS,
     MASK_LOOP_HEAD_DIM,
@@ -50,7 +50,7 @@ class SmemMap:
             "smem_ds" of P and dS, [block_k, block_q]. In a "forward" that `exchanges`, these are a
             number per query row and warp, and P, [block_q, block_k]. "smem_ring" is the ring of
             panels, where tiles come panel by panel, and "smem_windows" the sums of learned elements
-            that warps add. Other names are those of what is found without an offset.
+            that warps add. A part with another name is found without an offset.
     """
 
     parts: tuple[tuple[str, int], ...] = ()
@@ -84,10 +84,10 @@ class Plan(LaunchRules):
         policy: "derived", "paper" for Algorithm 1's block sizes, or "given" by the caller.
         dtype, itemsize: the dtype of Q, K, V and O, and its bytes per element.
         in_parts: whether a block of "fused" owns a part of a group of query heads: it then writes
-            float32 sums of dK and dV, of which "convert_dk" and "convert_dv" add those of all parts
-            in their order.
-        of_parts: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
-        one_tensor: whether a tile of keys is that of their values too, which are its first columns.
+            float32 sums of dK and dV. "convert_dk" and "convert_dv" add the sums of all parts in
+            their order.
+        fused_plan: for "convert_dk" and "convert_dv", the plan of "fused"; else None.
+        one_tensor: whether the values are the first columns of the keys, and both have one tile.
         partial: whether O is float32 although the operands have 16 bits, in "forward".
         folds: whether a block of "forward" has all splits of its rows and joins their results.
         runs: whether it has a run of neighbouring splits, joins their results and writes a part.
@@ -111,11 +111,11 @@ class Plan(LaunchRules):
         smem: the map of dynamic shared memory; empty for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
         box_k: keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells
-            the consumers of which ones a tile consists. 0 where every warp finds the tiles.
-        box_q: queries of a box, where the producer of a kernel whose blocks own keys does so; else
-            0.
+            the consumers which boxes make up a tile. 0 where every warp finds the tiles.
+        box_q: queries of a box, where the producer of a kernel whose blocks own keys searches for
+            boxes; else 0.
         gathers: whether a tile consists of boxes with live blocks of a layout, wherever they are;
-            else of one box.
+            else it is one box.
         key_box, key_stride: of a block that owns keys and gathers queries, the keys of a box, and
             the number of blocks that share their keys box by box; 1 where each has neighbouring
             keys.
@@ -131,8 +131,8 @@ class Plan(LaunchRules):
         tangents: of "tangent", the names of the tensors that have a tangent, in the order of
             `requests.tangents_of`; else ().
         sums_tile: rows and columns of a tile of the float32 sums of dQ, to which "fused" adds, and
-            which "delta" fills with zeros and "convert_dq" reads, or of those that "convert_dk" and
-            "convert_dv" read; None where there are no sums.
+            which "delta" fills with zeros and "convert_dq" reads, or of the sums that "convert_dk"
+            and "convert_dv" read; None where there are no sums.
         integer_bits: 64 where expressions of the spec have 64-bit integers wherever some accepted
             call needs them; 32 for a kernel of calls within int32.
         cost: predicted clocks of one SM per score element; per row for "delta" and "convert_dq",
@@ -168,7 +168,7 @@ class Plan(LaunchRules):
     key_box: int = 0
     key_stride: int = 1
     in_parts: bool = False
-    of_parts: Plan | None = field(repr=False, default=None)
+    fused_plan: Plan | None = field(repr=False, default=None)
     tangents: tuple[str, ...] = ()
 
     @property
@@ -221,7 +221,7 @@ class Plan(LaunchRules):
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Those of q, k and v whose tangents "tangent" reads."""
+        """The operands, of q, k and v, whose tangents "tangent" reads."""
         return tuple(name for name in "qkv" if self.quantities.get(f"{name}_moves"))
 
     @property
@@ -231,8 +231,8 @@ class Plan(LaunchRules):
 
     @property
     def heads_per_lane(self) -> int:
-        """Query heads whose rows a lane computes: one of all its rows, one of its two rows in each
-        row group, or one of each row."""
+        """Query heads whose rows a lane computes: one for all rows, one for each of its two rows in
+        a row group, or one for each row."""
         if self.heads_per_tile == 1:
             return 1
         lanes = MMA_ROWS // 2  # rows of a lane are 8 apart
@@ -258,16 +258,17 @@ class Plan(LaunchRules):
         return several and max(self.head_dim, self.head_dim_v) <= PING_PONG_HEAD_DIM
 
     def skipping_rows(self, *, bounded: bool) -> int:
-        """The rows of a warpgroup where each one computes only the tiles that its own rows reach.
+        """The rows of a warpgroup, where warpgroups skip tiles that their own rows do not reach.
 
-        So do the warpgroups of a forward tile of one head; 0 for all others, and for one warpgroup.
+        Warpgroups do so in a forward tile of one head; 0 for all other tiles, and for one
+        warpgroup.
 
         Args:
             bounded: whether bounds alone, and no search, decide which tiles are visited.
         """
-        own = self.kernel == "forward" and self.code_path.copies_by_tma and bounded
+        by_warpgroup = self.kernel == "forward" and self.code_path.copies_by_tma and bounded
         rows = self.code_path.group_rows
-        return rows if own and self.heads_per_tile == 1 and self.block_q > rows else 0
+        return rows if by_warpgroup and self.heads_per_tile == 1 and self.block_q > rows else 0
 
     def ranges_as_bits(self, ends: int) -> bool:
         """Whether the columns outside a row's own range are a bit mask instead of comparisons.
@@ -289,14 +290,14 @@ class Plan(LaunchRules):
         return (layout.block_k if self.rows_are_queries else layout.block_q) >= 16
 
     @property
-    def of_captured(self) -> bool:
+    def is_for_learned(self) -> bool:
         """Whether the kernel computes the gradients of learned tensors."""
         return self.kernel in LEARNED_KERNELS
 
     @property
     def starts_next(self) -> bool:
         """Whether the kernel lets the next launch of its call start while it runs, if it overlaps;
-        see `CodePath.dependents`. A forward kernel does with split keys only."""
+        see `CodePath.dependents`. A forward kernel does so with split keys only."""
         return any(first == self.kernel for first, _ in self.code_path.dependents)
 
     @property
@@ -327,11 +328,11 @@ class Plan(LaunchRules):
     def model(self) -> KernelModel:
         """The cost model of the kernel; a KeyError for kernels without tiles of scores."""
         model = MODELS[self.path][self.kernel, self.itemsize]
-        model = model.of_values(self.head_dim_v, one_tensor=self.one_tensor)
+        model = model.for_columns(self.head_dim_v, one_tensor=self.one_tensor)
         model = model.form_of(self.column_warps, self.score_warps)
         if self.kv_itemsize == self.itemsize:
             return model
-        return of_codes(model, in_registers=self.tiles_hold_codes)
+        return model_of_codes(model, in_registers=self.tiles_hold_codes)
 
     @property
     def exchanges(self) -> bool:
@@ -340,7 +341,7 @@ class Plan(LaunchRules):
 
     @property
     def columns_read_again(self) -> int:
-        """Columns of keys that "forward" reads a second time, as the values that they are."""
+        """Columns of keys that "forward" reads a second time, as values."""
         return self.head_dim_v if self.one_tensor and self.exchanges else 0
 
     @property
@@ -360,7 +361,7 @@ class Plan(LaunchRules):
 
     @property
     def ring(self) -> int:
-        """Panels for which the ring of such a kernel has space."""
+        """Panels for which the ring of a `streamed` kernel has space."""
         return int(self.quantities["ring"])
 
     @property
@@ -374,7 +375,7 @@ class Plan(LaunchRules):
         return bool(self.quantities.get("ahead", 0))
 
     def spare_after_spill(self, spare: int) -> int:
-        """The registers to leave free next, where the compiler spilled with this number of them.
+        """The registers to leave free next, after the compiler spilled with ``spare`` of them.
 
         First the same tile no longer computes scores ahead; then tiles are smaller.
         """
@@ -384,7 +385,7 @@ class Plan(LaunchRules):
 
     @property
     def pass_keys(self) -> int:
-        """Keys of such a pass."""
+        """Keys of one of the `passes`."""
         return int(self.quantities["pass_keys"])
 
     @property
@@ -400,10 +401,10 @@ class Plan(LaunchRules):
         return self.kernel == "fused" and self.code_path.dq_strips and not self.in_passes
 
     def parts_of_group(self, *sizes: int) -> tuple[int, int]:
-        """The parts of each group of query heads in a call of these sizes, as those of
-        `part_heads`, and the query heads of a part; one part of all heads unless `in_parts`."""
-        if self.of_parts is not None:
-            return self.of_parts.parts_of_group(*sizes)
+        """The number of parts of each group of query heads in a call of these sizes, and the query
+        heads of a part, as in `part_heads`; one part of all heads unless `in_parts`."""
+        if self.fused_plan is not None:
+            return self.fused_plan.parts_of_group(*sizes)
         batch, heads_q, heads_kv, seq_q, seq_k = sizes
         group = heads_q // max(1, heads_kv)
         heads = self.part_heads(batch, heads_q, heads_kv, seq_q, seq_k) if self.in_parts else group
@@ -440,7 +441,7 @@ class Plan(LaunchRules):
 
     @property
     def records(self) -> bool:
-        """Whether the producer tells the consumers of which boxes a tile consists."""
+        """Whether the producer tells the consumers which boxes make up a tile."""
         return self.box_k > 0 or self.box_q > 0
 
     @property
@@ -467,14 +468,14 @@ class Plan(LaunchRules):
 
     @property
     def units(self) -> tuple[int, int]:
-        """Queries and keys of a tile, or of the boxes of which it consists."""
+        """Queries and keys of a tile, or of one of its boxes."""
         keys = self.key_box if self.key_stride > 1 else self.walked_keys
         return self.walked_queries, keys
 
     def steps_of(self, walked: int) -> int:
         """Steps in which a block visits so many tiles, or boxes of gathered tiles, of one head.
 
-        Queries that reach no box have a gathered tile of none.
+        For queries that reach no box, a gathered tile is empty.
         """
         rows_without = self.kernel == "forward" and self.box_k > 0
         return max(int(rows_without), -(-walked // self.boxes_per_tile))
@@ -505,15 +506,21 @@ class Plan(LaunchRules):
         if self.kernel == "forward":
             queries = min(rows, queries)
         heads = rows // queries if self.heads_per_tile > 1 else 1
-        found = (
+        operand_boxes = (
             ("q", (panel, queries, heads)),
             ("k", (panel, keys, 1)),
             ("v", (panel_v, keys, 1)),
         )
         if self.kernel == "tangent":
-            moving = ((f"{name}_tangent", box) for name, box in found if name in self.moving)
-            return (*found, *moving)
-        return found if self.kernel == "forward" else (*found, ("do", (panel_v, queries, 1)))
+            moving = (
+                (f"{name}_tangent", box) for name, box in operand_boxes if name in self.moving
+            )
+            return (*operand_boxes, *moving)
+        return (
+            operand_boxes
+            if self.kernel == "forward"
+            else (*operand_boxes, ("do", (panel_v, queries, 1)))
+        )
 
     def launch_facts(
         self, name: str, params: Sequence[ParamFacts], terms: tuple[GradientTerm, ...] = ()
@@ -561,9 +568,9 @@ class Plan(LaunchRules):
         blocks = "1 block runs" if self.blocks_per_sm == 1 else f"{self.blocks_per_sm} blocks run"
         needs = {line.name: line for line in self.derivation if line.limit is not None}
         used = []
-        for name, what in (("smem", "B of shared memory"), ("registers", "registers a thread")):
+        for name, unit in (("smem", "B of shared memory"), ("registers", "registers a thread")):
             if name in needs:
-                used.append(f"{needs[name].value:,} of {needs[name].limit:,} {what}")
+                used.append(f"{needs[name].value:,} of {needs[name].limit:,} {unit}")
         binding = dict.fromkeys(self.binding)
         limits = [QUANTITIES[name].partition(",")[0] for name in binding if name != "cost"]
         limits += ["the cost of other tiles"] if "cost" in binding or not limits else []

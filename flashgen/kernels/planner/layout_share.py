@@ -29,7 +29,8 @@ STRIDE_GAIN = 0.9
 
 
 def positions_of(sparse: BlockSparse) -> int:
-    """Queries, and keys, for which layouts are compared: `POSITIONS`, of small blocks fewer."""
+    """The number of queries, and of keys, for which layouts are compared: `POSITIONS`, or fewer for
+    small blocks."""
     return min(POSITIONS, BLOCKS * min(sparse.block_q, sparse.block_k))
 
 
@@ -50,8 +51,8 @@ def share_of_scores(sparse: BlockSparse, queries: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def share_of_queries(sparse: BlockSparse, keys: int, box: int, stride: int) -> float:
-    """The share of all scores that tiles of so many keys compute, of which each has every stride-th
-    of some boxes of keys."""
+    """The share of all scores that tiles of so many keys compute, where each tile has every
+    stride-th box of keys."""
     _, columns = grid_of(sparse)
     table = live_blocks(sparse)
     lines = [table[j::columns] for j in range(columns)]
@@ -59,10 +60,10 @@ def share_of_queries(sparse: BlockSparse, keys: int, box: int, stride: int) -> f
 
 
 def best_stride(sparse: BlockSparse, keys: int, box: int) -> int:
-    """The stride of least share, where that is considerably less than that of neighbouring boxes.
+    """The stride of least share, where the share is considerably less than with neighbouring boxes.
 
-    Columns of blocks that are alike may stand at equal distances, such as those that all queries
-    keep. Blocks that a call gives are not known.
+    Columns of blocks that are alike, such as columns that all queries keep, may stand at equal
+    distances. Blocks that a call gives are not known.
     """
     if not sparse.is_static or box == keys:
         return 1
@@ -75,11 +76,11 @@ def best_stride(sparse: BlockSparse, keys: int, box: int) -> int:
 def _tiles(positions: int, owned: int, box: int, stride: int) -> Iterator[list[tuple[int, int]]]:
     """The first and last positions of the boxes of each tile, as the kernel chooses them."""
     for tile in range(-(-positions // owned)):
-        group, own = tile - tile % stride, stride
+        group, interleaved = tile - tile % stride, stride
         if (group + stride) * owned > positions:
-            group, own = tile, 1
-        first = group * owned + tile % own * box
-        starts = range(first, first + own * owned, own * box)
+            group, interleaved = tile, 1
+        first = group * owned + tile % interleaved * box
+        starts = range(first, first + interleaved * owned, interleaved * box)
         yield [(start, start + box - 1) for start in starts]
 
 
@@ -98,10 +99,10 @@ def _share(lines: list[bytes], block: int, tiles: Iterable[list[tuple[int, int]]
 
 @functools.lru_cache(maxsize=64)
 def live_blocks(sparse: BlockSparse) -> bytes:
-    """A byte for each block of these positions, row by row; of the first head.
+    """A byte for each block of these positions, row by row, for the first head.
 
-    A function may be of the blocks of its calls alone, such as one that reads a table. Where it
-    fails for others, the blocks are those of a layout that calls give.
+    A function that reads a table may be defined for the blocks of its calls alone. Where it fails
+    for others, the blocks are assumed as for a layout that calls give.
     """
     rows, columns = grid_of(sparse)
     if sparse.is_static:

@@ -21,12 +21,12 @@ BR = Formula("Br", "min(ceil(M/e/(4*d)), d)")
 
 def sizes(problem: TileProblem) -> tuple[int, int]:
     """The paper's (Br, Bc) for M in elements; d is the larger head dim."""
-    at: dict[str, Number] = {
-        "M": problem.given["M"],
-        "e": problem.given["e"],
-        "d": max(problem.given["d_qk"], problem.given["d_v"]),
+    quantities: dict[str, Number] = {
+        "M": problem.quantities["M"],
+        "e": problem.quantities["e"],
+        "d": max(problem.quantities["d_qk"], problem.quantities["d_v"]),
     }
-    return int(BR(at)), int(BC(at))
+    return int(BR(quantities)), int(BC(quantities))
 
 
 def tile_of_paper(problem: TileProblem) -> tuple[Evaluated | None, tuple[str, ...]]:
@@ -34,10 +34,10 @@ def tile_of_paper(problem: TileProblem) -> tuple[Evaluated | None, tuple[str, ..
 
     The tile is None when no tile fits.
     """
-    (br, bc), given = sizes(problem), problem.given
-    d, elements = max(given["d_qk"], given["d_v"]), given["M"] / given["e"]
+    (br, bc), quantities = sizes(problem), problem.quantities
+    d, elements = max(quantities["d_qk"], quantities["d_v"]), quantities["M"] / quantities["e"]
     notes = [
-        f"paper  M = {given['M']:,} B = {elements:,.0f} elements of {given['e']} B",
+        f"paper  M = {quantities['M']:,} B = {elements:,.0f} elements of {quantities['e']} B",
         f"paper  Bc = ceil(M/4d) = ceil({elements:.0f}/(4*{d})) = {bc}; Br = min(Bc, d) = {br}",
     ]
     shapes = sorted({MMA_ROWS * w * g for w in WARP_COUNTS for g in ROW_GROUPS})
@@ -52,15 +52,15 @@ def tile_of_paper(problem: TileProblem) -> tuple[Evaluated | None, tuple[str, ..
         rows for rows in shapes if rows > block_q
     ]:
         for keys in range(block_k, 0, -STEP):
-            found = _best(problem, rows, keys)
-            if found is None:
+            candidate = _best(problem, rows, keys)
+            if candidate is None:
                 continue
             if (rows, keys) != (block_q, block_k):
                 why = _why_not(problem, block_q, block_k)
                 notes.append(
                     f"paper  block_q {block_q}, block_k {block_k} -> {rows}, {keys}: {why}"
                 )
-            return found, tuple(notes)
+            return candidate, tuple(notes)
     return None, ()
 
 
@@ -71,12 +71,12 @@ def _arrangements(rows: int) -> list[tuple[int, int]]:
 
 def _best(problem: TileProblem, rows: int, keys: int) -> Evaluated | None:
     """The cheapest arrangement of warps for a tile of this size; None where none fits."""
-    found = [
+    candidates = [
         best_occupancy(problem, Tile(keys, warps, groups, 1))
         for warps, groups in _arrangements(rows)
     ]
-    fitting = (each for each in found if not each.excesses)
-    return min(fitting, key=lambda each: each.rank, default=None)
+    fitting = (candidate for candidate in candidates if not candidate.excesses)
+    return min(fitting, key=lambda candidate: candidate.rank, default=None)
 
 
 def _why_not(problem: TileProblem, rows: int, keys: int) -> str:

@@ -23,12 +23,12 @@ from flashgen.shared.launch_facts import Sizes, mean_length
 
 
 class TimesOfParts(NamedTuple):
-    """What decides between whole groups and parts, in seconds.
+    """The times that decide between whole groups and parts, in seconds.
 
     Attributes:
-        waits: of blocks of whole groups, for rows that are no longer in L2.
-        sums: to write the float32 sums of dK and dV of the parts, to read them again, and to launch
-            the kernels that do so.
+        waits: blocks of whole groups wait so long for rows that are no longer in L2.
+        sums: the time to write the float32 sums of dK and dV of the parts, to read them again, and
+            to launch the kernels that do so.
     """
 
     waits: float
@@ -39,8 +39,8 @@ def times_of_parts(plan: Plan, sizes: Sizes, memory: GpuMemory, *, packed: bool)
     """The two times of a call under a mask that leaves half of the scores, as a causal one does.
 
     Args:
-        plan: that of the kernel that computes dK and dV, whose heads of a part are used.
-        sizes: those of the call. Packed sequences count as equally long.
+        plan: the plan of the kernel that computes dK and dV; its number of heads of a part is used.
+        sizes: the sizes of the call. Packed sequences count as equally long.
     """
     batch, heads_q, heads_kv, seq_q, seq_k = sizes
     if packed:
@@ -63,11 +63,11 @@ def times_of_parts(plan: Plan, sizes: Sizes, memory: GpuMemory, *, packed: bool)
         # than if all accesses were reads of global memory.
         waits = max(0.0, min((reads - work / 2) ** 2 / reads, reads / missing - work))
     parts = -(-group // plan.part_heads(*sizes))
-    moved = 2 * SUM_BYTES * parts * tiles * plan.block_k * columns
-    return TimesOfParts(waits, moved / memory.bytes_per_s + 2 * OVERLAP_GAP_US * 1e-6)
+    sum_bytes = 2 * SUM_BYTES * parts * tiles * plan.block_k * columns
+    return TimesOfParts(waits, sum_bytes / memory.bytes_per_s + 2 * OVERLAP_GAP_US * 1e-6)
 
 
 def parts_pay(plan: Plan, sizes: Sizes, memory: GpuMemory, *, packed: bool) -> bool:
     """Whether a call takes less time in parts of its groups than with whole groups."""
-    found = times_of_parts(plan, sizes, memory, packed=packed)
-    return found.sums < found.waits
+    times = times_of_parts(plan, sizes, memory, packed=packed)
+    return times.sums < times.waits

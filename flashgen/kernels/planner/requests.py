@@ -9,7 +9,7 @@ from types import MappingProxyType
 from flashgen.kernels.planner.tile_problem import Tile
 from flashgen.shared.dtypes import ITEMSIZE
 from flashgen.shared.errors import PlanError
-from flashgen.spec.language.chosen_specs import of_kernels
+from flashgen.spec.language.chosen_specs import spec_of_kernels
 from flashgen.spec.language.spec import AttentionSpec
 
 POLICIES = ("derived", "paper")
@@ -39,7 +39,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
-        object.__setattr__(self, "spec", of_kernels(self.spec))
+        object.__setattr__(self, "spec", spec_of_kernels(self.spec))
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise PlanError(
                 "there is no such planning policy",
@@ -97,13 +97,13 @@ class BackwardPlanRequest:
 
     def __post_init__(self) -> None:
         _check_target(self.spec, self.arch)
-        object.__setattr__(self, "spec", of_kernels(self.spec))
+        object.__setattr__(self, "spec", spec_of_kernels(self.spec))
         _check_sram(self.sram)
         for name, tile in self.tiles:
             _check_tile(tile, f"tiles[{name!r}]")
         for option in ("spare_registers", "tiles"):
-            given = {name for name, _ in getattr(self, option)}
-            unknown = sorted(given - set(TILED_BACKWARD_KERNELS))
+            names = {name for name, _ in getattr(self, option)}
+            unknown = sorted(names - set(TILED_BACKWARD_KERNELS))
             if unknown:
                 raise PlanError(
                     f"{option} names a kernel without a tile to choose",
@@ -134,7 +134,7 @@ class TangentPlanRequest:
     tile: Tile | None = None
 
     @classmethod
-    def of_all(cls, spec: AttentionSpec, arch: str, sram: int | None = None) -> TangentPlanRequest:
+    def for_all(cls, spec: AttentionSpec, arch: str, sram: int | None = None) -> TangentPlanRequest:
         """The request for a kernel along the tangents of all operands."""
         return cls(spec, arch, tangents_of(spec), sram)
 
@@ -142,13 +142,13 @@ class TangentPlanRequest:
         _check_target(self.spec, self.arch)
         _check_sram(self.sram)
         _check_tile(self.tile, "tile")
-        able = tangents_of(self.spec)
-        if not self.tangents or self.tangents != tuple(x for x in able if x in self.tangents):
+        possible = tangents_of(self.spec)
+        if not self.tangents or self.tangents != tuple(x for x in possible if x in self.tangents):
             raise PlanError(
                 "tangents are not names of tensors that have one",
                 where="tangents=...",
                 numbers=f"given {self.tangents!r}",
-                way_out=f"some of {', '.join(able)}, in this order",
+                way_out=f"some of {', '.join(possible)}, in this order",
             )
 
 

@@ -83,50 +83,52 @@ def choose_heads(
     group = heads_q // max(heads_kv, 1)
     if group <= 1:  # 0: a call without heads
         return HeadsPerTile(1, "")
-    of = f"of {group} that share K and V"
+    group_text = f"of {group} that share K and V"
     if spec.packed:
         seq_q = mean_length(seq_q, batch)
     obstacle = why_walks_differ(spec, layout_heads)
     if obstacle:
-        return HeadsPerTile(1, f"{of}: {obstacle}")
+        return HeadsPerTile(1, f"{group_text}: {obstacle}")
     rows = {
-        heads: found
+        heads: block_q
         for heads in range(1, group + 1)
-        if group % heads == 0 and (found := _rows_to_share(plan, heads, dropout=spec.dropout))
+        if group % heads == 0 and (block_q := _rows_to_share(plan, heads, dropout=spec.dropout))
     }
     most = max(rows)
     rows = {
-        heads: found for heads, found in rows.items() if heads & -heads == heads or heads == most
+        heads: block_q
+        for heads, block_q in rows.items()
+        if heads & -heads == heads or heads == most
     }
     tiles = {
         heads: math.prod(
-            replace(plan, heads_per_tile=heads, block_q=found).grid(
+            replace(plan, heads_per_tile=heads, block_q=block_q).grid(
                 batch, heads_q, heads_kv, seq_q, 1
             )
         )
-        for heads, found in rows.items()
+        for heads, block_q in rows.items()
     }
     if len(tiles) == 1:
         why = f"no number of heads that divides {group} can share a tile of {plan.block_q} rows"
-        return HeadsPerTile(1, f"{of}: {why}")
+        return HeadsPerTile(1, f"{group_text}: {why}")
     chosen = heads_of_fewest_rows(rows, tiles, HEADS_PER_TILE_GAIN)
     if chosen == 1:
         return HeadsPerTile(1, "")
-    made = "1 tile" if tiles[chosen] == 1 else f"{tiles[chosen]:,} tiles"
+    tile_count = "1 tile" if tiles[chosen] == 1 else f"{tiles[chosen]:,} tiles"
     if spec.packed:
-        of += f", for {batch} sequences of about {seq_q} queries"
-    saved = f"{made} instead of {tiles[1]:,}"
+        group_text += f", for {batch} sequences of about {seq_q} queries"
+    saved = f"{tile_count} instead of {tiles[1]:,}"
     if rows[chosen] != plan.block_q:
-        saved = f"{made} of {rows[chosen]} rows instead of {tiles[1]:,} of {plan.block_q}"
-    return HeadsPerTile(chosen, f"{of}: {saved}")
+        saved = f"{tile_count} of {rows[chosen]} rows instead of {tiles[1]:,} of {plan.block_q}"
+    return HeadsPerTile(chosen, f"{group_text}: {saved}")
 
 
 def is_unpaired(plan: Plan, heads: int, seq_q: int, group: int = 1) -> bool:
-    """Whether so few tiles of queries take longer in pairs, of which the last one is computed too.
+    """Whether so few tiles of queries take longer in pairs, because the last pair is filled up.
 
     Args:
         heads: query heads of a tile.
-        group: query heads of a key head, of which two are a pair.
+        group: query heads of a key head; two of them are a pair.
     """
     if plan.cluster == 1 or group // heads % 2 == 0:
         return False
@@ -136,8 +138,8 @@ def is_unpaired(plan: Plan, heads: int, seq_q: int, group: int = 1) -> bool:
 
 
 def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> int:
-    """Rows of the smallest tile in which the queries of so many heads of a served call fit; 0 where
-    it has the tile of all calls.
+    """Rows of the smallest tile that holds the queries of so many heads of a served call; 0 where
+    the call has the tile of all calls.
 
     Args:
         heads: query heads of a tile.
@@ -146,7 +148,7 @@ def few_rows_of(spec: AttentionSpec, plan: Plan, heads: int, seq_q: int) -> int:
 
 
 def counts_of_few_rows(spec: AttentionSpec, plan: Plan) -> Iterator[int]:
-    """The numbers of rows, ascending, for which served calls have tiles smaller than a plan's."""
+    """The numbers of rows, ascending, with which served calls have a smaller tile than ``plan``."""
     rows = MMA_ROWS * plan.model.warps_of_few_rows
     while spec.is_served and 0 < rows < plan.block_q:
         yield rows
@@ -193,22 +195,22 @@ class DerivedBlocks(LaunchBlocks):
 
 
 def blocks_of(
-    plan: Plan, work_tiles: int, sms: int | None = None, given: int | None = None
+    plan: Plan, work_tiles: int, sms: int | None = None, count: int | None = None
 ) -> DerivedBlocks:
     """The number of blocks of a launch of a persistent kernel, with its derivation.
 
     The arguments and errors are those of `flashgen.shared.launch_facts.LaunchRules.blocks_of`.
     """
-    found = plan.blocks_of(work_tiles, sms, given)
-    if given is not None:
-        return DerivedBlocks(found.count, work_tiles, found.reason)
+    launch = plan.blocks_of(work_tiles, sms, count)
+    if count is not None:
+        return DerivedBlocks(launch.count, work_tiles, launch.reason)
     arch = facts(plan.arch)
-    at: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         "sms": sms or arch.sms,
         "blocks": plan.blocks_per_sm,
         "work_tiles": work_tiles,
         "clock_mhz": arch.clock_hz / 1e6,
     }
-    FormulaSequence(*FORMULAS)(at)
-    lines = tuple(line_of(each, at) for each in FORMULAS)
-    return DerivedBlocks(found.count, work_tiles, found.reason, lines)
+    FormulaSequence(*FORMULAS)(quantities)
+    lines = tuple(line_of(formula, quantities) for formula in FORMULAS)
+    return DerivedBlocks(launch.count, work_tiles, launch.reason, lines)

@@ -73,15 +73,15 @@ class Evaluated:
         return cost, float(self.quantities["issue"]), self.tile
 
     def cost_of(self, rows: int) -> float:
-        """Clocks per score of sequences of so many queries, whose last tile has rows of none."""
+        """Clocks per score of sequences of so many queries, whose last tile may be partly empty."""
         tile = self.tile.owned if self.model.owns == "block_q" else self.tile.step
         return self.cost * math.ceil(rows / tile) * tile / rows
 
 
 def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
     """The tile, whether or not it fits."""
-    model, at = problem.model_of(tile), problem.given.copy()
-    at |= {
+    model, quantities = problem.model_of(tile), problem.quantities.copy()
+    quantities |= {
         model.owns: tile.owned,
         model.walks: tile.step,
         "warps": tile.warps,
@@ -90,15 +90,17 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         "column_warps": tile.column_warps,
     }
     if model.clusters != (1,):
-        at["cluster"] = tile.cluster
+        quantities["cluster"] = tile.cluster
     if tile.column_warps > 1 and model.stages_of_shares:
-        at["stages"] = model.stages_of_shares
+        quantities["stages"] = model.stages_of_shares
     if problem.kernel != "forward":
-        at |= {
+        quantities |= {
             "score_warps": tile.score_warps,
             "repeats": tile.column_warps // tile.score_warps,
             "exchanged": tile.exchanged,
-            "dq_row_warps": dq_row_warps(int(at["block_q"]), tile.warps, int(at["d_qk"])),
+            "dq_row_warps": dq_row_warps(
+                int(quantities["block_q"]), tile.warps, int(quantities["d_qk"])
+            ),
             "syncs": SYNCS + (1 if tile.exchanged else 0),
         }
     if problem.records and model is problem.model:
@@ -107,42 +109,51 @@ def evaluated(problem: TileProblem, tile: Tile) -> Evaluated:
         words = tile.step // box
         words += tile.owned // MMA_ROWS if problem.gathers(tile) else 0
         if problem.kernel == "forward":
-            at |= {"box_k": box, "records": WORD * RECORDS_PER_STAGE * at["stages"] * (words + 1)}
+            quantities |= {
+                "box_k": box,
+                "records": WORD * RECORDS_PER_STAGE * quantities["stages"] * (words + 1),
+            }
         else:
             name = "box_q" if model.walks == "block_q" else "box_k"
-            at |= {name: box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
+            quantities |= {name: box, "records": VECTOR * math.ceil(WORD * words / VECTOR)}
         if model.owns == "block_k":
-            at |= {"key_box": problem.key_box(tile.owned), "key_stride": problem.stride(tile.owned)}
+            quantities |= {
+                "key_box": problem.key_box(tile.owned),
+                "key_stride": problem.stride(tile.owned),
+            }
     if problem.learned:
         rows = MMA_ROWS * tile.row_groups
-        at["windows"] = window_bytes(
+        quantities["windows"] = window_bytes(
             problem.kernel, problem.spec.dtype, problem.learned, rows, tile.step
         )
-    at = model.costs(model.needs(at))
+    quantities = model.costs(model.needs(quantities))
     if problem.softmax:
-        at = _with_divided_exponentials(model, at)
-    excesses = tuple(_excesses(problem, model, tile, at))
-    return Evaluated(tile, model, at, float(at["cost"]), excesses)
+        quantities = _with_divided_exponentials(model, quantities)
+    excesses = tuple(_excesses(problem, model, tile, quantities))
+    return Evaluated(tile, model, quantities, float(quantities["cost"]), excesses)
 
 
-def _with_divided_exponentials(model: KernelModel, at: dict[str, Number]) -> dict[str, Number]:
+def _with_divided_exponentials(
+    model: KernelModel, quantities: dict[str, Number]
+) -> dict[str, Number]:
     """The costs of a tile with the best number of columns whose exponentials are on FMA units.
 
     That is 0 where nothing waits for the special-function units, or where it saves too little.
     """
-    if not model.divides_exponentials or at["special"] < at["busiest"]:
-        return at
-    numbers = range(COLUMNS_OF_GROUP, int(at["block_k"]), COLUMNS_OF_GROUP)
+    if not model.divides_exponentials or quantities["special"] < quantities["busiest"]:
+        return quantities
+    numbers = range(COLUMNS_OF_GROUP, int(quantities["block_k"]), COLUMNS_OF_GROUP)
     divided = min(
-        (model.costs({**at, "fma_columns": n}) for n in numbers), key=lambda each: each["cost"]
+        (model.costs({**quantities, "fma_columns": n}) for n in numbers),
+        key=lambda costs: costs["cost"],
     )
-    compared = {"undivided": at["cost"], "divided": divided["cost"]}
+    compared = {"undivided": quantities["cost"], "divided": divided["cost"]}
     saves = compared["divided"] <= (1 - FMA_EXP2_GAIN) * compared["undivided"]
-    return (divided if saves else at) | compared
+    return (divided if saves else quantities) | compared
 
 
 def _excesses(
-    problem: TileProblem, model: KernelModel, tile: Tile, at: dict[str, Number]
+    problem: TileProblem, model: KernelModel, tile: Tile, quantities: dict[str, Number]
 ) -> Iterator[Excess]:
     """The limits that a tile exceeds."""
     arch = problem.arch
@@ -151,20 +162,22 @@ def _excesses(
         yield Excess(f"{rows} per step", tile.step, model.max_step, "")
     if tile.warps > max(model.warp_counts):
         yield Excess("warps", tile.warps, max(model.warp_counts), "")
-    if at["smem"] > at["M"]:
-        yield Excess("shared memory", at["smem"], at["M"], "B")
-    elif at["smem_sm"] > at["M_sm"]:
-        yield Excess("shared memory per SM", at["smem_sm"], at["M_sm"], "B")
-    if at["registers"] > at["register_limit"]:
-        yield Excess("registers per thread", tidy(at["registers"]), at["register_limit"], "")
+    if quantities["smem"] > quantities["M"]:
+        yield Excess("shared memory", quantities["smem"], quantities["M"], "B")
+    elif quantities["smem_sm"] > quantities["M_sm"]:
+        yield Excess("shared memory per SM", quantities["smem_sm"], quantities["M_sm"], "B")
+    if quantities["registers"] > quantities["register_limit"]:
+        yield Excess(
+            "registers per thread", tidy(quantities["registers"]), quantities["register_limit"], ""
+        )
     resident = tile.blocks * (tile.warps + model.other_warps)
-    if problem.kernel == "forward" and "launched" in at:
+    if problem.kernel == "forward" and "launched" in quantities:
         # The assembler allots one instruction of a warpgroup within the registers of the launch,
         # which the consumers take more than. P is in registers, Q in shared memory.
-        output = max(columns_of_instructions(int(at["d_v"]) // tile.column_warps))
+        output = max(columns_of_instructions(int(quantities["d_v"]) // tile.column_warps))
         needs = max(tile.step // 2, output // 2 + REGISTERS_OF_P) + PRODUCT_REGISTERS
-        if needs > at["launched"]:
-            yield Excess("registers of a product", needs, at["launched"], "")
+        if needs > quantities["launched"]:
+            yield Excess("registers of a product", needs, quantities["launched"], "")
     if resident > arch.warps_per_sm:
         yield Excess("resident warps", resident, arch.warps_per_sm, "")
     if tile.blocks > arch.blocks_per_sm:
@@ -172,7 +185,7 @@ def _excesses(
     if tile.warps < (least := warps_to_copy(problem)):
         yield Excess("warps to copy a row", least, tile.warps, "")
     yield from obstacles_to_sharing(
-        problem.path, tile.owned, problem.heads_per_tile, dropout=at["dropout_ops"] > 0
+        problem.path, tile.owned, problem.heads_per_tile, dropout=quantities["dropout_ops"] > 0
     )
 
 
@@ -180,7 +193,7 @@ def warps_to_copy(problem: TileProblem) -> int:
     """Warps that are needed to copy a row in one pass, a vector by each thread."""
     if problem.path.copies_by_tma:
         return 1
-    row = problem.given["e"] * max(problem.given["d_qk"], problem.given["d_v"])
+    row = problem.quantities["e"] * max(problem.quantities["d_qk"], problem.quantities["d_v"])
     return math.ceil(row / VECTOR / WARP)
 
 
@@ -189,17 +202,17 @@ def obstacles_to_sharing(
 ) -> Iterator[Excess]:
     """Why a tile of ``block_q`` rows cannot be shared by this number of heads.
 
-    The 16 rows of an mma, a row group, are those of one head or of several heads with 8, 4, 2 or 1
-    queries each. With dropout they are those of one head, because a call of Philox serves 16 x 16
+    The 16 rows of an mma, a row group, belong to one head, or to several heads with 8, 4, 2 or 1
+    queries each. With dropout they belong to one head, because a call of Philox serves 16 x 16
     elements of a head. One TMA box of Q has the rows of a warpgroup: all rows of several heads, or
     some rows of one.
     """
     if heads == 1:
         return
-    places = head_places(block_q, heads)
-    queries = Fraction(block_q, places)
+    slots = head_places(block_q, heads)
+    queries = Fraction(block_q, slots)
     if queries < 1:
-        yield Excess("heads per tile", places, block_q, "")
+        yield Excess("heads per tile", slots, block_q, "")
     elif queries % MMA_ROWS and (dropout or MMA_ROWS % queries):
         yield Excess("heads per row group", max(2, math.ceil(MMA_ROWS / queries)), 1, "")
     elif path.copies_by_tma and queries % path.group_rows and path.group_rows % queries:
@@ -209,7 +222,7 @@ def obstacles_to_sharing(
 
 def shapes(problem: TileProblem) -> Iterator[Tile]:
     """Every tile that the template supports, whether it fits or not, with one block per SM."""
-    widest = max(problem.given["d_qk"], problem.given["d_v"])
+    widest = max(problem.quantities["d_qk"], problem.quantities["d_v"])
     for model in (problem.model, *problem.model.other_forms):
         if widest <= model.beyond:
             continue
@@ -229,51 +242,62 @@ def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_w
     if problem.kernel != "forward" or column_warps == 1:
         return True
     if score_warps > 1:
-        d_qk, d_v = int(problem.given["d_qk"]), int(problem.given["d_v"])
+        d_qk, d_v = int(problem.quantities["d_qk"]), int(problem.quantities["d_v"])
         return d_v > WIDER_THAN and d_qk % PANEL == d_v % PANEL == 0
     groups = warps * MMA_ROWS // problem.path.group_rows
-    # Columns of keys are those of whole swizzle patterns; a tile of V has panels of its own.
-    unit = SWIZZLED // int(problem.given["e"]) if "one_tensor" in problem.given else DEPTH_STEP
-    return groups % column_warps == 0 and problem.given["d_v"] % (unit * column_warps) == 0
+    # Columns of keys come in whole swizzle patterns; a tile of V has panels of its own.
+    unit = (
+        SWIZZLED // int(problem.quantities["e"])
+        if "one_tensor" in problem.quantities
+        else DEPTH_STEP
+    )
+    return groups % column_warps == 0 and problem.quantities["d_v"] % (unit * column_warps) == 0
 
 
 def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:
     """The tile with every number of resident blocks with which it fits.
 
-    Where it does not fit at all, with one block: the only case of a tile that exceeds a limit.
+    A tile that does not fit at all is returned with one block, and exceeds a limit.
     """
-    found: list[Evaluated] = []
+    fitting: list[Evaluated] = []
     for blocks in range(1, problem.arch.blocks_per_sm + 1):
-        each = evaluated(problem, replace(shape, blocks=blocks))
-        if each.excesses:  # more blocks leave fewer resources to each
-            return found or [each]
-        found.append(each)
-    return found
+        candidate = evaluated(problem, replace(shape, blocks=blocks))
+        if candidate.excesses:  # more blocks leave fewer resources to each
+            return fitting or [candidate]
+        fitting.append(candidate)
+    return fitting
 
 
 def best_occupancy(problem: TileProblem, shape: Tile) -> Evaluated:
     """The cheapest of `occupancies`."""
-    return min(occupancies(problem, shape), key=lambda each: each.rank)
+    return min(occupancies(problem, shape), key=lambda candidate: candidate.rank)
 
 
 @functools.lru_cache(maxsize=1024)
 def cheapest(problem: TileProblem, rows: int = 0) -> Evaluated | None:
     """The feasible tile of least predicted cost; None when there is none.
 
-    Where boxes are gathered to tiles, of least cost of the scores that a block has in them; whole
-    boxes of a block of the layout, or of a part of it, are preferred.
+    Where boxes are gathered to tiles, the cost counts all scores in the boxes, and tiles whose
+    steps are whole blocks of the layout, or whole parts of one, are preferred.
 
     Args:
         rows: the query rows of each sequence, where they are few; 0 for many.
     """
-    found = [best_occupancy(problem, shape) for shape in shapes(problem)]
-    fitting = [each for each in found if not each.excesses]
-    gathered = [each for each in fitting if problem.gathers(each.tile)]
+    candidates = [best_occupancy(problem, shape) for shape in shapes(problem)]
+    fitting = [candidate for candidate in candidates if not candidate.excesses]
+    gathered = [candidate for candidate in fitting if problem.gathers(candidate.tile)]
     if not gathered:
-        costs = (lambda each: (each.cost_of(rows), each.rank)) if rows else (lambda each: each.rank)
+        costs = (
+            (lambda candidate: (candidate.cost_of(rows), candidate.rank))
+            if rows
+            else (lambda candidate: candidate.rank)
+        )
         return min(fitting, key=costs, default=None)
-    whole = [each for each in gathered if has_whole_boxes(problem, each.tile)]
-    return min(whole or gathered, key=lambda each: (cost_in_layout(problem, each), each.tile))
+    whole_boxes = [candidate for candidate in gathered if has_whole_boxes(problem, candidate.tile)]
+    return min(
+        whole_boxes or gathered,
+        key=lambda candidate: (cost_in_layout(problem, candidate), candidate.tile),
+    )
 
 
 def has_whole_boxes(problem: TileProblem, tile: Tile) -> bool:
@@ -284,20 +308,20 @@ def has_whole_boxes(problem: TileProblem, tile: Tile) -> bool:
     return tile.step % block == 0 or block % tile.step == 0
 
 
-def cost_in_layout(problem: TileProblem, found: Evaluated) -> float:
+def cost_in_layout(problem: TileProblem, candidate: Evaluated) -> float:
     """The cost of a tile, where it is gathered times the share of all scores that it computes."""
-    if problem.layout is None or not problem.gathers(found.tile):
-        return found.cost
-    rows = max(1, found.tile.owned // problem.heads_per_tile)
-    if found.model.owns == "block_q":
-        return found.cost * share_of_scores(problem.layout, rows)
-    boxes = int(found.quantities["key_box"]), int(found.quantities["key_stride"])
-    return found.cost * share_of_queries(problem.layout, rows, *boxes)
+    if problem.layout is None or not problem.gathers(candidate.tile):
+        return candidate.cost
+    rows = max(1, candidate.tile.owned // problem.heads_per_tile)
+    if candidate.model.owns == "block_q":
+        return candidate.cost * share_of_scores(problem.layout, rows)
+    boxes = int(candidate.quantities["key_box"]), int(candidate.quantities["key_stride"])
+    return candidate.cost * share_of_queries(problem.layout, rows, *boxes)
 
 
-def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:
+def larger(chosen: Evaluated) -> Iterator[tuple[str, Tile]]:
     """The next larger tiles, each with a description of the change."""
-    model, tile = found.model, found.tile
+    model, tile = chosen.model, chosen.tile
     owns, walks = model.owns, model.walks
     rows = "rows" if owns == "block_q" else "keys"
     longer = replace(tile, step=tile.step + tile.unit, blocks=1)
@@ -305,8 +329,8 @@ def larger(found: Evaluated) -> Iterator[tuple[str, Tile]]:
     if tile.row_groups < max(model.row_groups):
         taller = replace(tile, row_groups=tile.row_groups + 1, blocks=1)
         yield f"{owns} {taller.owned} by {MMA_ROWS * taller.row_groups} {rows} per warp", taller
-    more = [warps for warps in model.warp_counts if warps > tile.warps]
-    wider = replace(tile, warps=more[0] if more else 2 * tile.warps, blocks=1)
+    larger_counts = [warps for warps in model.warp_counts if warps > tile.warps]
+    wider = replace(tile, warps=larger_counts[0] if larger_counts else 2 * tile.warps, blocks=1)
     yield f"{owns} {wider.owned} by {wider.warps} warps", wider
 
 
@@ -316,9 +340,13 @@ def smallest(problem: TileProblem) -> Evaluated:
     Tiles whose registers do not fit count only where no tile's registers fit.
     """
 
-    def size(each: Evaluated) -> tuple[bool, Number, Tile]:
-        at = each.quantities
-        return at["registers"] > at["register_limit"], at["smem"], each.tile
+    def size(candidate: Evaluated) -> tuple[bool, Number, Tile]:
+        quantities = candidate.quantities
+        return (
+            quantities["registers"] > quantities["register_limit"],
+            quantities["smem"],
+            candidate.tile,
+        )
 
     least = warps_to_copy(problem)
     return min((evaluated(problem, s) for s in shapes(problem) if s.warps >= least), key=size)

@@ -32,13 +32,13 @@ from flashgen.spec.language.symbols import K, Q
 def plan_splits(
     spec: AttentionSpec, arch: str, heads_kv: int, *, sms: int | None = None
 ) -> SplitPlan:
-    """The split_size of calls that give none; `SplitPlan.size_of` says which calls have it.
+    """The split_size for calls that give none; `SplitPlan.size_of` says which calls have it.
 
     Args:
         spec: a spec whose keys are not packed.
         arch: the architecture, as in `flashgen.plan`.
         heads_kv: the key heads of a call.
-        sms: SMs of the GPU; None for those of the product that the architecture's facts name.
+        sms: SMs of the GPU; None for the product that the architecture's facts name.
 
     Raises:
         PlanError: the architecture is unknown, or no tile fits.
@@ -49,9 +49,9 @@ def plan_splits(
 def split_of_call(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
 ) -> int:
-    """The split_size of a call that gives none; 0: its keys are not split.
+    """The split_size of a call that gives none; 0 where its keys are not split.
 
-    They are not where the variant for split keys, which takes more registers, has no tile.
+    Keys are not split where the variant for split keys, which takes more registers, has no tile.
 
     Args: as for `plan_splits`.
     """
@@ -67,10 +67,10 @@ def split_of_call(
 def run_of_splits(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
 ) -> int:
-    """The neighbouring splits of its rows that a thread block has in a call with split keys.
+    """The number of neighbouring splits that a thread block computes in a call with split keys.
 
-    Longer runs write and merge fewer parts, and all splits none, but leave SMs idle where a call
-    has few rows. The bits are the same, so that all of the call may decide.
+    Longer runs write and merge fewer parts, a run of all splits none, but they leave SMs idle where
+    a call has few rows. The bits are the same, so that the choice may depend on the whole call.
 
     Args:
         spec: the variant with split keys.
@@ -85,13 +85,13 @@ def run_of_splits(
 def times_of_runs(
     spec: AttentionSpec, arch: str, call: CheckedCall, *, sms: int | None = None
 ) -> Mapping[int, float]:
-    """The predicted times of a call with runs of splits, in clocks, as if all its keys were kept.
+    """The predicted times of a call with runs of splits, in clocks, as if the mask kept all keys.
 
     Args: as for `run_of_splits`.
 
     Returns:
-        The times of `ALL_SPLITS` and of the runs that are shorter; none where the kernel of another
-        call decides, or where there is nothing to compute.
+        The times of `ALL_SPLITS` and of shorter runs; none where the kernel of another call
+        decides, or where there is nothing to compute.
     """
     if spec.partial or call.is_empty:
         return {}
@@ -108,11 +108,11 @@ def _times_of_runs(
     splits: int,
     size: int,
 ) -> Mapping[int, float]:
-    """`times_of_runs`, whose result is that of the last call for most tokens of a decoded sequence,
-    because its last split counts as a whole one."""
+    """`times_of_runs`, cached: the last split counts as a whole one, so that most tokens of a
+    decoded sequence have the result of the token before."""
     try:
         plan = _plan_of_heads(spec, arch, *sizes)
-    except PlanError:  # the columns of V are computed in parts, each of which decides
+    except PlanError:  # the columns of V are computed in parts, and each part decides
         return {}
     tile, by_position = decoding_tile(plan, plan.cost, plan.cost), compares_positions(spec)
     sized = sizes, splits, size
@@ -130,7 +130,7 @@ def compares_positions(spec: AttentionSpec) -> bool:
 def _plan_of_heads(
     spec: AttentionSpec, arch: str, batch: int, heads_q: int, heads_kv: int, seq_q: int
 ) -> Plan:
-    """The plan of a call, whose tiles have rows of several heads where these share K and V."""
+    """The plan of a call; tiles have rows of several heads where heads share K and V."""
     plan = plan_forward(PlanRequest(spec, arch))
     heads = choose_heads(spec, plan, batch, heads_q, heads_kv, seq_q).heads
     queries = mean_length(seq_q, batch) if spec.packed else seq_q

@@ -1,4 +1,4 @@
-"""Bytes of a call with split keys or a paged cache: those of the forward kernel and of the merge.
+"""Bytes that the forward kernel and the merge move in a call with split keys or a paged cache.
 
 They are those that the lanes' loads and stores request, by formulas of the rows that work tiles
 read and write. The HBM bound is K, V, q and out, each moved once.
@@ -33,7 +33,7 @@ LSE_WRITTEN = Formula("lse_written", "4*lse_rows", "B")
 FORWARD_BYTES = Formula(
     "forward_bytes", "q_read + k_read + v_read + pages_read + o_written + lse_written", "B"
 )
-# Where values are columns of the keys, and are read again as such.
+# Where values are columns of the keys, and are read again as values.
 K_TWICE_READ = Formula("k_read", "e*d_qk*key_rows + e*d_v*value_rows", "B")
 NO_V_READ = Formula("v_read", "0", "B")
 # Where caches hold codes, one lane of a warp reads the number of a page and its scales.
@@ -69,14 +69,14 @@ class SplitWalk(NamedTuple):
     """The work of one split, or of all keys where they are not split.
 
     Attributes:
-        of_split: its sizes, of which seq_k is the number of its keys, and the tiles that it visits.
+        split: the sizes, with the keys of the split as seq_k, and the tiles that it visits.
         keys_behind: keys of the tensor behind the split.
-        writes: whether its launch writes results for it: once for all splits of a block.
+        writes: whether a block writes results after this split: once for all splits of a block.
         others: the work of the further splits of that block.
-        early: whether the merge loads its results before it knows whether they have keys.
+        early: whether the merge loads the results before it knows whether the split has keys.
     """
 
-    of_split: Walk
+    split: Walk
     keys_behind: int = 0
     writes: bool = True
     early: bool = False
@@ -87,59 +87,66 @@ class SplitWalk(NamedTuple):
 class SplitTraffic:
     """Bytes of the launches of a call, exact where a work tile has one query of each head.
 
-    Elsewhere a row without keys in a split counts as one with keys if its tile reaches any.
+    Elsewhere a row without keys in a split counts as a row with keys if its tile reaches any.
 
     Attributes:
         merges: whether the keys are split, so that a second launch merges the results.
         paged: whether K and V are read from the pages of a cache.
-        at: the quantities of the formulas, the results included.
+        quantities: the quantities of the formulas, the results included.
     """
 
     merges: bool
     paged: bool
-    at: Mapping[str, Number]
+    quantities: Mapping[str, Number]
 
     @property
     def bytes(self) -> int:
         """Bytes of all launches."""
-        return int(self.at["forward_bytes"] + self.at["merge_bytes"])
+        return int(self.quantities["forward_bytes"] + self.quantities["merge_bytes"])
 
     @property
     def over_bound(self) -> float:
-        """Bytes of all launches over those of the HBM bound: K, V, q and out, each once."""
-        return float(self.at["over_bound"])
+        """Bytes of all launches over the bytes of the HBM bound: K, V, q and out, each once."""
+        return float(self.quantities["over_bound"])
 
-    def of_forward(self) -> dict[str, int]:
+    def forward_pointers(self) -> dict[str, int]:
         """Bytes by the names of the forward kernel's pointers."""
         names = {"q": "q_read", "o": "o_written", "lse": "lse_written"}
-        found = {name: int(self.at[quantity]) for name, quantity in names.items()}
-        k, v = int(self.at["k_read"]), int(self.at["v_read"])
+        bytes_by_name = {name: int(self.quantities[quantity]) for name, quantity in names.items()}
+        k, v = int(self.quantities["k_read"]), int(self.quantities["v_read"])
         if not self.paged:
-            return found | {"k": k, "v": v}
-        if "e_kv" in self.at:
-            scales = 4 * int(self.at["scale_reads"])
-            found |= {"c_k_scale": scales, "c_v_scale": scales}
+            return bytes_by_name | {"k": k, "v": v}
+        if "e_kv" in self.quantities:
+            scales = 4 * int(self.quantities["scale_reads"])
+            bytes_by_name |= {"c_k_scale": scales, "c_v_scale": scales}
         # TMA and lanes read the same cache.
-        return found | {
+        return bytes_by_name | {
             **{"k": 0, "v": 0, "k_cache": k, "v_cache": v},
-            "c_page_table": 4 * int(self.at["table_reads"]),
-            "c_cache_seqlens": 4 * int(self.at["length_reads"]),
+            "c_page_table": 4 * int(self.quantities["table_reads"]),
+            "c_cache_seqlens": 4 * int(self.quantities["length_reads"]),
         }
 
-    def of_merge(self) -> dict[str, int]:
+    def merge_pointers(self) -> dict[str, int]:
         """Bytes by the names of the merge kernel's pointers."""
-        lse = 4 * int(self.at["rows"])
+        lse = 4 * int(self.quantities["rows"])
         return {
-            "parts_o": int(self.at["parts_read"]),
-            "parts_lse": int(self.at["parts_lse_read"]),
-            "o": int(self.at["merged_written"]) - lse,
+            "parts_o": int(self.quantities["parts_read"]),
+            "parts_lse": int(self.quantities["parts_lse_read"]),
+            "o": int(self.quantities["merged_written"]) - lse,
             "lse": lse,
         }
 
     def __str__(self) -> str:
-        formulas = _formulas(self.merges, self.at)
+        formulas = _formulas(self.merges, self.quantities)
         return "\n".join(
-            ["bytes", *(text for each in formulas for text in printed_line(line_of(each, self.at)))]
+            [
+                "bytes",
+                *(
+                    text
+                    for formula in formulas
+                    for text in printed_line(line_of(formula, self.quantities))
+                ),
+            ]
         )
 
 
@@ -167,7 +174,7 @@ def split_traffic(
     counts: Counter[str] = Counter()
     for walk in walks:
         _count(counts, plan, walk, box_rows, page_size, split=merge is not None)
-    at: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         "e": plan.itemsize,
         "e_out": plan.out_itemsize,
         "d_qk": plan.head_dim,
@@ -179,21 +186,24 @@ def split_traffic(
     }
     coded = plan.kv_itemsize != plan.itemsize
     if coded:
-        at["e_kv"] = plan.kv_itemsize
+        quantities["e_kv"] = plan.kv_itemsize
     if merge is not None:
-        at["row_warps"] = merge.quantities["row_warps"]
+        quantities["row_warps"] = merge.quantities["row_warps"]
     if plan.one_tensor:
-        at["one_tensor"] = 1
-    FormulaSequence(*_formulas(merge is not None, at))(at)
-    return SplitTraffic(merge is not None, page_size > 0, at)
+        quantities["one_tensor"] = 1
+    FormulaSequence(*_formulas(merge is not None, quantities))(quantities)
+    return SplitTraffic(merge is not None, page_size > 0, quantities)
 
 
-def _formulas(merges: bool, at: Mapping[str, Number]) -> tuple[Formula, ...]:
+def _formulas(merges: bool, quantities: Mapping[str, Number]) -> tuple[Formula, ...]:
     forward: tuple[Formula, ...] = OF_FORWARD
     bound = BOUND_BYTES
-    if "one_tensor" in at:
-        forward, bound = OF_FORWARD_OF_ONE if at["value_rows"] else forward, BOUND_BYTES_OF_ONE
-    if "e_kv" in at:
+    if "one_tensor" in quantities:
+        forward, bound = (
+            OF_FORWARD_OF_ONE if quantities["value_rows"] else forward,
+            BOUND_BYTES_OF_ONE,
+        )
+    if "e_kv" in quantities:
         forward, bound = OF_FORWARD_ON_CODES, BOUND_BYTES_OF_CODES
     return (*forward, *(OF_MERGE if merges else ()), bound, OVER_BOUND)
 
@@ -207,22 +217,28 @@ def _count(
     *,
     split: bool,
 ) -> None:
-    """Adds the rows of one split to those of the launch, by the names of the quantities."""
-    sizes, visited, _, before, _ = walk.of_split
+    """Adds the rows of one split to the counts of the launch, by the names of the quantities."""
+    sizes, visited, _, before, _ = walk.split
     paged = page_size > 0
     walks = walks_of_head(plan, sizes, visited)
-    of_block = [walks, *(walks_of_head(plan, x.sizes, x.visited) for x in walk.others)]
-    reaching = [place for place, of in enumerate(zip(*of_block, strict=True)) if any(of)]
+    block_walks = [walks, *(walks_of_head(plan, x.sizes, x.visited) for x in walk.others)]
+    reaching = [
+        index
+        for index, visited_tiles in enumerate(zip(*block_walks, strict=True))
+        if any(visited_tiles)
+    ]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
-    own = queries  # whose Q is read: once for all splits of a block
+    read_queries = queries  # whose Q is read: once for all splits of a block
     if plan.joins and not walk.writes:
-        own = 0
+        read_queries = 0
     elif plan.joins and plan.code_path.copies_by_tma:  # whether or not its rows reach a key
-        own = sizes.seq_q
+        read_queries = sizes.seq_q
     pairs = sizes.batch * sizes.heads_q
     shared = pairs // plan.heads_per_tile  # walks over the keys
     touched = rows_in(set(chain(*walks)), plan.block_k, sizes.seq_k)
-    counts["query_rows"] += own * (pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q))
+    counts["query_rows"] += read_queries * (
+        pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
+    )
     if walk.writes:
         counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
         counts["lse_rows"] += pairs * sizes.seq_q
@@ -231,19 +247,19 @@ def _count(
     if paged and walk.writes:  # a lane of each warp reads the length
         warps = plan.warps + (1 if plan.other_warps else 0)
         counts["length_reads"] += shared * len(walks) * warps
-    one, again = plan.one_tensor, plan.columns_read_again
-    columns = plan.head_dim, plan.own_columns_of_v + again
+    one_tensor, columns_again = plan.one_tensor, plan.columns_read_again
+    columns = plan.head_dim, plan.own_columns_of_v + columns_again
     vectors, vectors_v = (dim * plan.itemsize // 16 for dim in columns)
     for tile in chain(*walks):
         keys = values = valid = min(plan.block_k, sizes.seq_k - tile * plan.block_k)
         boxes, reads = (-(-valid // box_rows) if box_rows else 0), 0
         if not paged:
-            # A box reads on where a split begins or ends with the tensor inside of it.
+            # A box reads on beyond a split that ends inside of it, as far as the tensor has keys.
             if boxes:
                 keys = values = min(boxes * box_rows, valid + walk.keys_behind)
         elif plan.kv_itemsize != plan.itemsize:
-            # Of each 32 rows, by each warp, the pages; their scales are those of pages, where K and
-            # V have scales by page.
+            # For each 32 rows, each warp reads the pages, and their scales where K and V have
+            # scales by page.
             sets = [min(32, valid - i) for i in range(0, valid, 32)]
             reads = plan.warps * sum(1 + (rows - 1) // page_size for rows in sets)
             counts["scale_reads"] += shared * reads
@@ -252,8 +268,8 @@ def _count(
         else:
             # Lanes copy the rows of V of a box with rows behind the last key, as they may be NaN.
             keys, reads = boxes * box_rows, 2 * boxes + valid % box_rows * vectors_v
-            if one:  # a tile has a part for each warpgroup that shares its rows
+            if one_tensor:  # a tile has a part for each warpgroup that shares its rows
                 keys, reads = valid, plan.column_warps * boxes + valid % box_rows * vectors
-        values = 0 if one and not again else values
+        values = 0 if one_tensor and not columns_again else values
         for name, count in (("key_rows", keys), ("value_rows", values), ("table_reads", reads)):
             counts[name] += shared * count

@@ -44,9 +44,9 @@ CONVERT_LOADS = 4
 CONVERT_SMEM = Formula("smem", "e*block_q*columns", "B")  # a tile of the gradient
 CONVERT_TRAFFIC = Formula("row_bytes", "4*sum_columns + e*columns", "B")
 
-# The kernel that merges partial results. Read: O and LSE of each part. Written: those of all.
+# The kernel that merges partial results. Read: O and LSE of each part. Written: O and LSE.
 MERGED_AT_ONCE = 2  # parts whose vectors a lane loads together: one part joins an earlier result
-MERGE_LOADS = 2  # of which each needs the one before: of LSE, then of O
+MERGE_LOADS = 2  # each needs the one before: LSE, then O
 # Of the results of split keys there are many parts and few rows. A row then has a block for each 32
 # columns, and each lane one column with the loads of 32 parts in flight: the parts of an element
 # are added one after the other, as a kernel adds them that has all splits of its rows.
@@ -65,18 +65,18 @@ def plan_delta(
     """The plan of the kernel that computes rowsum(dO * O), which is bound by memory.
 
     Args:
-        path: that of the kernel that follows, by which their launches overlap or do not.
+        path: the code path of the next kernel, which decides whether their launches overlap.
         sums_tile: rows and columns of a tile of the sums of dQ, which the kernel fills with zeros;
             None where there are no sums. The kernel's text does not depend on it.
     """
     vectors = ITEMSIZE[spec.dtype] * (spec.head_dim_v or spec.head_dim) // 16
-    at: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         "loads": 2 * 2 * -(-vectors // lanes_of_row(vectors)),  # of 2 rows of O and of dO
         "chained_loads": 1,
     }
     row_traffic = ROW_TRAFFIC if spec.sums_weights else NO_ROW_TRAFFIC
     if spec.sums_sink:
-        at |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
+        quantities |= {"logit": ITEMSIZE[spec.sink.dtype], "block_q": DELTA_ROWS}
         row_traffic = ROW_TRAFFIC_OF_SINK
     note = (
         "clk: clocks of an SM per row. Bound by memory: each byte is moved once. The sums of dQ, "
@@ -84,7 +84,7 @@ def plan_delta(
     )
     formulas = (REGISTER_LIMIT, row_traffic, DELTA_COST)
     sizes = {"path": path, "block_q": DELTA_ROWS, "sums_tile": sums_tile}
-    return _plan("delta", spec, arch, at, formulas, note, **sizes)
+    return _plan("delta", spec, arch, quantities, formulas, note, **sizes)
 
 
 def plan_convert(
@@ -99,7 +99,7 @@ def plan_convert(
     """
     rows, columns = sums_tile
     dim = spec.head_dim_v if gradient == "dv" and spec.head_dim_v else spec.head_dim
-    at: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         "columns": dim,
         "block_q": rows,
         "sum_columns": columns,
@@ -108,33 +108,33 @@ def plan_convert(
         "loads": CONVERT_LOADS,
         "chained_loads": 1,
     }
-    smem = int(CONVERT_SMEM({"e": ITEMSIZE[spec.dtype], **at}))
+    smem = int(CONVERT_SMEM({"e": ITEMSIZE[spec.dtype], **quantities}))
     _, most, _ = SHAPES[f"convert_{gradient}"]
-    at["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
+    quantities["blocks"] = min(most, facts(arch).smem_per_sm // (smem + SMEM_RESERVED))
     formulas = (CONVERT_SMEM, SMEM_OF_SM, REGISTER_LIMIT, CONVERT_TRAFFIC, DELTA_COST)
     note = "clk: clocks of an SM per row. Bound by memory: each byte is moved once."
-    own = "block_q" if gradient == "dq" else "block_k"
-    sizes = {"path": path, own: rows, "sums_tile": sums_tile}
-    return _plan(f"convert_{gradient}", spec, arch, at, formulas, note, **sizes)
+    block_name = "block_q" if gradient == "dq" else "block_k"
+    sizes = {"path": path, block_name: rows, "sums_tile": sums_tile}
+    return _plan(f"convert_{gradient}", spec, arch, quantities, formulas, note, **sizes)
 
 
 def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False) -> Plan:
     """The plan of the kernel that merges partial results.
 
     Args:
-        spec: only its head_dim_v and its dtype, that of the merged output, are read.
-        splits: whether the parts are those of split keys, many of few rows: a thread block then
-            has a warp, and each lane one column of its row.
+        spec: only its head_dim_v and its dtype, the dtype of the merged output, are read.
+        splits: whether the parts are splits of keys, many parts of few rows: a thread block then is
+            a warp, and each lane has one column of its row.
 
     Raises:
         PlanError: the architecture is unknown.
     """
     vectors = PART_BYTES * (spec.head_dim_v or spec.head_dim) // 16
     lanes = lanes_of_row(vectors)
-    of_lane = -(-vectors // lanes)
-    at: dict[str, Number] = {
+    lane_vectors = -(-vectors // lanes)
+    quantities: dict[str, Number] = {
         "lanes": lanes,
-        "loads": MERGED_AT_ONCE * of_lane,
+        "loads": MERGED_AT_ONCE * lane_vectors,
         "chained_loads": MERGE_LOADS,
     }
     formulas: tuple[Formula, ...] = (REGISTER_LIMIT, PART_TRAFFIC, MERGED_TRAFFIC, MERGE_COST)
@@ -144,15 +144,15 @@ def plan_merge(spec: AttentionSpec, arch: str = "sm_80", *, splits: bool = False
     )
     if not splits:
         rows = WARP * SHAPES["merge"][0] // lanes
-        return _plan("merge", spec, arch, at, formulas, note, block_q=rows)
-    at |= {"d_v": spec.head_dim_v or spec.head_dim, "lanes": WARP}
+        return _plan("merge", spec, arch, quantities, formulas, note, block_q=rows)
+    quantities |= {"d_v": spec.head_dim_v or spec.head_dim, "lanes": WARP}
     in_vectors = PARTS_IN_FLIGHT * PART_BYTES // 16
-    at |= {"loads": in_vectors, "warps": 1, "blocks": MERGE_WARPS_OF_SM}
-    at["early_parts"] = early_parts(arch)
+    quantities |= {"loads": in_vectors, "warps": 1, "blocks": MERGE_WARPS_OF_SM}
+    quantities["early_parts"] = early_parts(arch)
     note += " Each lane has a column of a row."
     formulas = (ROW_WARPS, *formulas)
-    path = facts(arch).code_path.name  # that of the forward kernel before it
-    return _plan("merge", spec, arch, at, formulas, note, path=path, block_q=1)
+    path = facts(arch).code_path.name  # the path of the forward kernel before it
+    return _plan("merge", spec, arch, quantities, formulas, note, path=path, block_q=1)
 
 
 NOTES = {
@@ -173,10 +173,10 @@ def plan_rows(kernel: str, spec: AttentionSpec, arch: str, **fields: Any) -> Pla
     bits), adds rows to float32 sums in a fixed order or makes a captured tensor's min/max table.
 
     Args:
-        spec: only its dtype, that of the rows, is read; nothing for "append_kv", which copies
+        spec: only its dtype, the dtype of the rows, is read; nothing for "append_kv", which copies
             bytes, and "minmax_table".
         fields: `access_bytes` of kernels that append: the bytes that a lane copies at once; for
-            codes 16 where rows are aligned to it and codes to 8 bytes, else the itemsize.
+            codes, 16 where rows are aligned to 16 bytes and codes to 8, else the itemsize.
 
     Raises:
         PlanError: the architecture is unknown.
@@ -193,7 +193,7 @@ def _plan(
     kernel: str,
     spec: AttentionSpec,
     arch: str,
-    own: Mapping[str, Number],
+    kernel_quantities: Mapping[str, Number],
     formulas: tuple[Formula, ...],
     note: str,
     **fields: Any,
@@ -201,43 +201,47 @@ def _plan(
     """The plan of a kernel.
 
     Args:
-        own: the quantities that only this kernel has.
+        kernel_quantities: the quantities that only this kernel has.
         fields: the fields that not every kernel has.
     """
     gpu, (warps, blocks, registers) = facts(arch), SHAPES[kernel]
-    at: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         "e": ITEMSIZE[spec.dtype],
         "d_v": spec.head_dim_v or spec.head_dim,
         "R": gpu.registers_per_sm,
         "warps": warps,
         "blocks": blocks,
         "hbm_rate": gpu.hbm_bytes_per_s / (gpu.sms * gpu.clock_hz),
-        **own,
+        **kernel_quantities,
     }
-    FormulaSequence(*formulas)(at)
-    machine = f"M_sm {at['M_sm']:,} B, R {at['R']:,}" if "M_sm" in at else f"R {at['R']:,}"
-    rates = f"; rates of {gpu.product}; " if "cost" in at else ". "
-    given: dict[str, Any] = {"path": "sm_80", "block_q": 0, "block_k": 0} | fields
+    FormulaSequence(*formulas)(quantities)
+    machine = (
+        f"M_sm {quantities['M_sm']:,} B, R {quantities['R']:,}"
+        if "M_sm" in quantities
+        else f"R {quantities['R']:,}"
+    )
+    rates = f"; rates of {gpu.product}; " if "cost" in quantities else ". "
+    optional_fields: dict[str, Any] = {"path": "sm_80", "block_q": 0, "block_k": 0} | fields
     return Plan(
         kernel=kernel,
         arch=arch,
         policy="derived",
         dtype=spec.dtype,
-        itemsize=int(at["e"]),
+        itemsize=int(quantities["e"]),
         head_dim=spec.head_dim,
-        head_dim_v=int(at["d_v"]),
-        smem_bytes=int(at.get("smem", 0)),
-        warps=int(at["warps"]),
-        registers=int(at["register_limit"]),
+        head_dim_v=int(quantities["d_v"]),
+        smem_bytes=int(quantities.get("smem", 0)),
+        warps=int(quantities["warps"]),
+        registers=int(quantities["register_limit"]),
         registers_needed=registers,
-        blocks_per_sm=int(at["blocks"]),
-        cost=float(at.get("cost", 0.0)),
-        sink_bytes=int(at.get("logit", 0)),
+        blocks_per_sm=int(quantities["blocks"]),
+        cost=float(quantities.get("cost", 0.0)),
+        sink_bytes=int(quantities.get("logit", 0)),
         has_rows=spec.sums_weights,
-        derivation=tuple(line_of(formula, at) for formula in formulas),
+        derivation=tuple(line_of(formula, quantities) for formula in formulas),
         notes=(f"{arch}: {machine}{rates}{note}",),
-        quantities=Quantities(at),
-        **given,
+        quantities=Quantities(quantities),
+        **optional_fields,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from flashgen.kernels.planner.backward_schemes import plan_schemes
 from flashgen.kernels.planner.kernel_plan import Plan
-from flashgen.kernels.planner.models.spec_terms import moved
+from flashgen.kernels.planner.models.spec_terms import moving_terms
 from flashgen.kernels.planner.plan_errors import check_size, given_tile, no_tile_fits
 from flashgen.kernels.planner.plan_of_tile import plan_of_tile
 from flashgen.kernels.planner.requests import BackwardPlanRequest, TangentPlanRequest
@@ -56,28 +56,29 @@ def plan_tangent(request: TangentPlanRequest) -> Plan:
     chosen = cheapest(problem)
     if chosen is None:
         raise no_tile_fits(problem, given_sram=request.sram is not None)
-    at = chosen.quantities
-    of_scores = 1 + int(at["q_moves"] + at["k_moves"])
-    of_results = int(at["scores_move"] + at["v_moves"])
+    quantities = chosen.quantities
+    score_products = 1 + int(quantities["q_moves"] + quantities["k_moves"])
+    value_products = int(quantities["scores_move"] + quantities["v_moves"])
     note = (
-        f"tangents of {', '.join(request.tangents)}: {of_scores + of_results} products per score, "
-        f"{of_scores} of rows of q and k and {of_results} with v, {chosen.cost:.4f} clk"
+        f"tangents of {', '.join(request.tangents)}: {score_products + value_products} products "
+        f"per score, {score_products} of rows of q and k and {value_products} with v, "
+        f"{chosen.cost:.4f} clk"
     )
     try:
         backward = plan_schemes(BackwardPlanRequest(spec, request.arch, request.sram))
     except PlanError:
-        beside = ""
+        comparison = ""
     else:
         products = 5 if backward.scheme == "fused" else 7
-        beside = f"; the backward pass has {products}, {backward.cost:.4f} clk"
-    return plan_of_tile(problem, chosen, "derived", (note + beside,))
+        comparison = f"; the backward pass has {products}, {backward.cost:.4f} clk"
+    return plan_of_tile(problem, chosen, "derived", (note + comparison,))
 
 
 def moves(spec: AttentionSpec, tangents: Collection[str]) -> bool:
     """Whether scores or V have a tangent, so that there are products with V to compute.
 
     Args:
-        tangents: the names of the tensors that have one.
+        tangents: the names of the tensors that have a tangent.
     """
-    of = moved(spec, tangents)
-    return bool(of["scores_move"] or of["v_moves"])
+    moving = moving_terms(spec, tangents)
+    return bool(moving["scores_move"] or moving["v_moves"])

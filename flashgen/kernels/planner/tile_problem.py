@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from flashgen.kernels.planner.layout_share import best_stride
 from flashgen.kernels.planner.models import fitted_sm80, spec_terms
-from flashgen.kernels.planner.models.codes_sm80 import of_codes
+from flashgen.kernels.planner.models.codes_sm80 import model_of_codes
 from flashgen.kernels.planner.models.fitted_time import constants_of
 from flashgen.kernels.planner.models.kernel_model import MMA_ROWS, STEP, VECTOR, KernelModel
 from flashgen.kernels.planner.models.panels_sm90 import GROUP_ROWS
@@ -47,7 +47,7 @@ class Tile:
         blocks: resident blocks per SM.
         column_warps: warps that own the same rows, each with a share of the columns of its sums.
         score_warps: the number of these warps that share their scores; 1 where each warp computes
-            all scores, or one warpgroup those of another too.
+            all scores, or one warpgroup also the scores of another.
         cluster: blocks that copy the same keys together, 1 or 2.
     """
 
@@ -66,7 +66,7 @@ class Tile:
 
     @property
     def unit(self) -> int:
-        """The number of rows of which a step is a multiple.
+        """The number of rows that divides each step.
 
         Warps of a warpgroup share 64 queries; warpgroups share the keys.
         """
@@ -87,23 +87,23 @@ class TileProblem:
         kernel: the kernel's name, as in `Plan.kernel`.
         arch: the facts of the architecture.
         path: the code path.
-        given: the quantities that do not depend on the tile.
+        quantities: the quantities that do not depend on the tile.
         heads_per_tile: query heads that share a tile.
         layout: the block layout, where boxes with live blocks of it are gathered to tiles.
         records: whether the producer alone searches for tiles or boxes, and tells the consumers.
-        strides: whether a block may own keys that are apart: its queries are bounded on one side
-            at most, so that they are hardly more for it.
+        strides: whether a block may own keys that are apart: its queries have at most one bound,
+            so that it has hardly more queries.
         learned: the elements of learned tensors to which each score adds for itself.
         softmax: whether weights are exponentials.
-        tangents: of the kernel of tangents, the names of the tensors that have one.
-        alone: why neighbouring blocks may not walk the same tiles of keys; "" where they can.
+        tangents: for "tangent", the names of the tensors that have a tangent.
+        why_alone: why neighbouring blocks may not walk the same tiles of keys; "" where they can.
     """
 
     spec: AttentionSpec = field(compare=False)
     kernel: str
     arch: Arch
     path: CodePath
-    given: Quantities
+    quantities: Quantities
     heads_per_tile: int
     learned: spec_terms.Learned
     softmax: bool
@@ -111,24 +111,26 @@ class TileProblem:
     records: bool = False
     strides: bool = False
     tangents: tuple[str, ...] = ()
-    alone: str = ""
+    why_alone: str = ""
 
     @functools.cached_property
     def model(self) -> KernelModel:
         """The cost model of the kernel, of its first form where it has two."""
-        model = MODELS[self.path.name][self.kernel, int(self.given["e"])]
-        model = model.of_values(int(self.given["d_v"]), one_tensor="one_tensor" in self.given)
-        if "e_kv" in self.given:
-            return of_codes(model, in_registers="k_row" in self.given)
+        model = MODELS[self.path.name][self.kernel, int(self.quantities["e"])]
+        model = model.for_columns(
+            int(self.quantities["d_v"]), one_tensor="one_tensor" in self.quantities
+        )
+        if "e_kv" in self.quantities:
+            return model_of_codes(model, in_registers="k_row" in self.quantities)
         return model
 
-    def of_two_tensors(self) -> TileProblem:
-        """The problem with values that are not columns of the keys: itself, where they are not."""
-        if "one_tensor" not in self.given:
+    def with_two_tensors(self) -> TileProblem:
+        """The problem with values in a tensor of their own; itself, where they have one."""
+        if "one_tensor" not in self.quantities:
             return self
-        stages = MODELS[self.path.name][self.kernel, int(self.given["e"])].stages
-        given = {name: x for name, x in self.given.items() if name != "one_tensor"}
-        return replace(self, given=Quantities({**given, "stages": stages}))
+        stages = MODELS[self.path.name][self.kernel, int(self.quantities["e"])].stages
+        quantities = {name: x for name, x in self.quantities.items() if name != "one_tensor"}
+        return replace(self, quantities=Quantities({**quantities, "stages": stages}))
 
     def model_of(self, tile: Tile) -> KernelModel:
         """The cost model of the form of the kernel that a tile is for."""
@@ -136,7 +138,7 @@ class TileProblem:
 
     def clusters(self, model: KernelModel, column_warps: int) -> tuple[int, ...]:
         """The numbers of blocks that may copy the same keys together, in a form of the kernel."""
-        return (1,) if self.alone or column_warps == 1 else model.clusters
+        return (1,) if self.why_alone or column_warps == 1 else model.clusters
 
     def gathers(self, tile: Tile) -> bool:
         """Whether such tiles consist of boxes with live blocks of the layout."""
@@ -149,7 +151,7 @@ class TileProblem:
         return self.layout.block_q if self.kernel in KEY_KERNELS else self.layout.block_k
 
     def box_of(self, step: int) -> int:
-        """Rows of a box in tiles of so many: they divide tiles and, where they can, blocks."""
+        """Rows of a box in tiles of so many rows: they divide tiles and, where they can, blocks."""
         if self.layout is None:
             return step
         box = math.gcd(self.walked_block, step)
@@ -162,13 +164,13 @@ class TileProblem:
         return box if box % MMA_ROWS == 0 else owned
 
     def stride(self, owned: int) -> int:
-        """The number of blocks that share their keys box by box, where each owns so many."""
+        """The number of blocks that share their keys box by box, where each owns ``owned`` keys."""
         assert self.layout is not None, "only the live blocks of a layout are known"
         return best_stride(self.layout, owned, self.key_box(owned)) if self.strides else 1
 
-    def given_as(self, **changes: Number) -> TileProblem:
-        """The problem with other values of given quantities."""
-        return replace(self, given=Quantities({**self.given, **changes}))
+    def with_quantities(self, **changes: Number) -> TileProblem:
+        """The problem with other values of some quantities."""
+        return replace(self, quantities=Quantities({**self.quantities, **changes}))
 
 
 def problem_of(
@@ -188,11 +190,11 @@ def problem_of(
     if lacks_kernel or (path.copies_by_tma and not vectors):
         path = PATHS[path.fallback]
     model = MODELS[path.name][kernel, itemsize]
-    of_one = model.one_tensor if spec.shared_kv else None
-    model = of_one or model
+    one_tensor_model = model.one_tensor if spec.shared_kv else None
+    model = one_tensor_model or model
     limit = arch.smem_per_block if sram is None else sram
     copy_ops = (fitted_sm80.ELEMENT_COPY_INSTRUCTIONS, fitted_sm80.VECTOR_COPY_INSTRUCTIONS)
-    given: dict[str, Number] = {
+    quantities: dict[str, Number] = {
         "stages": model.stages,
         "d_qk": spec.head_dim,
         "d_v": spec.head_dim_v or spec.head_dim,
@@ -217,27 +219,33 @@ def problem_of(
         "dropout_ops": spec_terms.dropout_instructions(spec, kernel),
         **constants_of(kernel, path),
     }
-    if of_one is not None:
-        given["one_tensor"] = 1
+    if one_tensor_model is not None:
+        quantities["one_tensor"] = 1
     if kernel == "tangent":
-        given |= spec_terms.moved(spec, tangents)
+        quantities |= spec_terms.moving_terms(spec, tangents)
     learned = spec_terms.added_by_scores(spec, kernel)
     by_tma = path.copies_by_tma
-    tells = by_tma and kernel == "forward"
+    records_forward = by_tma and kernel == "forward"
     # Bits of a row of a served call depend on no other row: no tile is gathered for several rows.
-    gathers = (tells or (by_tma and kernel in (*KEY_KERNELS, "dq"))) and not spec.is_served
+    gathers = (
+        records_forward or (by_tma and kernel in (*KEY_KERNELS, "dq"))
+    ) and not spec.is_served
     layout = spec.block_sparse if gathers else None
-    records = layout is not None or (tells and spec_terms.searches(spec))
+    records = layout is not None or (records_forward and spec_terms.searches(spec))
     row = row_interval(spec.mask, WalkedAxis(Q))
     strides = layout is not None and kernel in KEY_KERNELS
     strides = strides and row is not None and None in (row.lo, row.hi)
-    alone = "each producer searches for the tiles of its own rows" if records else _alone(spec)
-    of_spec = (learned, spec.is_softmax, layout, records, strides)
-    numbers = Quantities(given)
-    return TileProblem(spec, kernel, arch, path, numbers, heads_per_tile, *of_spec, tangents, alone)
+    why_alone = (
+        "each producer searches for the tiles of its own rows" if records else _why_alone(spec)
+    )
+    spec_fields = (learned, spec.is_softmax, layout, records, strides)
+    numbers = Quantities(quantities)
+    return TileProblem(
+        spec, kernel, arch, path, numbers, heads_per_tile, *spec_fields, tangents, why_alone
+    )
 
 
-def _alone(spec: AttentionSpec) -> str:
+def _why_alone(spec: AttentionSpec) -> str:
     """Why neighbouring blocks of a forward kernel may not walk the same tiles; "" if they can."""
     if spec.packed:
         return "neighbouring tiles may have rows of two sequences"

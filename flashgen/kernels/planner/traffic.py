@@ -35,8 +35,8 @@ class StepKind(NamedTuple):
     """Steps of a main loop that take equally long.
 
     Attributes:
-        rows: rows of the block's tile whose scores the step computes: all of them, or those of the
-            warpgroups whose own rows reach the tile; 0 where none does.
+        rows: rows of the block's tile whose scores the step computes: all rows, or the rows of the
+            warpgroups that reach the tile; 0 where none does.
         mask_ops: instructions of the mask for each of these scores; 0 where it is not evaluated.
     """
 
@@ -56,7 +56,7 @@ class Walk(NamedTuple):
         visited: the tiles that each block visits; None for all tiles.
         steps: for each of these blocks, the kinds of its steps; None where every step computes the
             scores of all rows without a mask.
-        before: the queries that the first tile lacks: it ends so many before a whole tile would.
+        before: the number of queries that the first tile lacks at its start.
         restarts: for each of these blocks, the splits of the keys that it walks after its first.
     """
 
@@ -68,8 +68,8 @@ class Walk(NamedTuple):
 
 
 def computed_scores(plan: Plan, walk: Walk) -> int:
-    """The score elements that are computed for some heads: those of `Traffic.scores` but for the
-    rows of warpgroups that skip tiles."""
+    """The score elements that are computed for some heads: `Traffic.scores` without the rows of
+    warpgroups that skip tiles."""
     traffic = forward_traffic if plan.kernel == "forward" else backward_traffic
     visited = traffic(plan, *walk.sizes, walk.visited).scores
     if walk.steps is None or not visited:
@@ -82,8 +82,8 @@ def computed_scores(plan: Plan, walk: Walk) -> int:
 def walks_of_head(
     plan: Plan, sizes: LaunchSizes, visited: Visited | None
 ) -> Sequence[Sequence[int]]:
-    """For each tile that a block owns, the tiles that it visits: all of them without ``visited``;
-    the boxes, where it gathers boxes to tiles.
+    """For each tile that a block owns, the tiles that it visits, or the boxes that it gathers to
+    tiles: all of them without ``visited``.
 
     Where blocks own keys, ``visited`` may have the tiles of each query head of a group, one head
     after the other.
@@ -103,14 +103,14 @@ def walks_of_head(
 
 
 def rows_in(tiles: Iterable[int], size: int, length: int, before: int = 0) -> int:
-    """Rows of these tiles that exist; ``before``: those of the first tile before the first row."""
+    """Rows of these tiles that exist; ``before``: rows that the first tile lacks at its start."""
     starts = (tile * size - before for tile in tiles)
     return sum(max(0, min(start + size, length) - max(start, 0)) for start in starts)
 
 
 def neighbours_of_heads(plan: Plan, heads_q: int) -> int:
-    """Heads of other tiles whose Q the forward tiles of a batch entry read: TMA fills the rows of a
-    tile that have no head with those of the next heads, as far as these exist."""
+    """Heads of other tiles whose Q the forward tiles of a batch entry read: where rows of a tile
+    have no head, TMA fills them with rows of the next heads, as far as these exist."""
     spare = plan.head_places - plan.heads_per_tile
     if not spare or not plan.code_path.copies_by_tma:
         return 0
@@ -123,13 +123,13 @@ class Traffic:
     """Bytes of one launch, per tensor, as the lanes' loads and stores request them.
 
     Attributes:
-        q, k, v, o, do: of the operands. The forward kernel writes o, all others read it. In the
-            forward kernel every query tile that reaches a key tile reads its K and V once, for all
-            heads of the tile.
+        q, k, v, o, do: bytes of the operands. The forward kernel writes o, all others read it. In
+            the forward kernel every query tile that reaches a key tile reads its K and V once, for
+            all heads of the tile.
         lse: written by the forward kernel. Read by "tangent", and by "delta": LSE and, where the
             caller passes it, dLSE.
         rows_read, rows_written: (LSE, delta) per query, which "delta" writes for the other kernels.
-        q_tangent, k_tangent, v_tangent, o_tangent, lse_tangent: those of "tangent", which writes
+        q_tangent, k_tangent, v_tangent, o_tangent, lse_tangent: bytes of "tangent", which writes
             the last two.
         dq, dk, dv: written.
         dk_sums, dv_sums: float32 sums of dK and dV of each part of a group, written by "fused".
@@ -177,14 +177,14 @@ class Traffic:
 
     @property
     def written(self) -> int:
-        """Bytes that a backward kernel, or that of tangents, writes, without atomic additions."""
+        """Bytes that a backward kernel, or "tangent", writes, without atomic additions."""
         gradients = self.dq + self.dk + self.dv + self.dk_sums + self.dv_sums
         gradients += self.o_tangent + self.lse_tangent
         return self.rows_written + gradients + self.dsink + self.sums_zeroed
 
     @property
     def read(self) -> int:
-        """Bytes that such a kernel reads, without atomic additions."""
+        """Bytes that a backward kernel, or "tangent", reads, without atomic additions."""
         return self.issued - self.written
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -222,7 +222,7 @@ def forward_traffic(
         raise ValueError(f"{heads_q} heads, {heads_kv} of K and V, do not fill tiles of {heads}")
     walks = walks_of_head(plan, LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k), visited)
     # A block that reaches no key loads nothing, and writes zeros.
-    reaching = (place for place, tiles in enumerate(walks) if plan.steps_of(len(tiles)))
+    reaching = (index for index, tiles in enumerate(walks) if plan.steps_of(len(tiles)))
     q_rows = rows_in(reaching, plan.queries_per_tile, seq_q, before)
     k_rows = rows_in(chain(*walks), plan.walked_keys, seq_k)
     pairs = batch * heads_q
@@ -268,14 +268,14 @@ def backward_traffic(
     *,
     dlse: bool = False,
 ) -> Traffic:
-    """Bytes that a backward kernel, or that of tangents, moves to and from global memory.
+    """Bytes that a backward kernel, or "tangent", moves to and from global memory.
 
     Rows past the end of a sequence are zeros that are not read.
 
     Args:
         visited: the key tiles that the kernel visits for each query tile, or, where
-            `Plan.owns_keys`, the query tiles for each key tile: the same for every head, or those
-            of each query head of a group one after the other; None for all tiles.
+            `Plan.owns_keys`, the query tiles for each key tile: the same for every head, or for
+            each query head of a group one after the other; None for all tiles.
         dlse: the caller passes a gradient of LSE.
 
     Raises:
@@ -285,13 +285,13 @@ def backward_traffic(
         raise ValueError("this is the forward kernel: use forward_traffic")
     sizes = LaunchSizes(batch, heads_q, heads_kv, seq_q, seq_k)
     if plan.kernel in CONVERT_KERNELS:
-        return _of_conversion(plan, sizes)
+        return _conversion_traffic(plan, sizes)
     if plan.kernel == "delta":
-        return _of_rows(plan, sizes, dlse=dlse)
-    loop = _MainLoop.of(plan, sizes, visited)
+        return _delta_traffic(plan, sizes, dlse=dlse)
+    loop = _MainLoop.create(plan, sizes, visited)
     if plan.kernel == "tangent":
-        return _of_tangents(plan, sizes, loop)
-    return (_of_keys if plan.owns_keys else _of_queries)(plan, sizes, loop)
+        return _tangent_traffic(plan, sizes, loop)
+    return (_key_kernel_traffic if plan.owns_keys else _query_kernel_traffic)(plan, sizes, loop)
 
 
 def _row_bytes(plan: Plan) -> tuple[int, int]:
@@ -308,8 +308,8 @@ def _bytes_of_dq_sums(plan: Plan, sizes: LaunchSizes) -> int:
     return plan.elements_of_sums(sizes.batch, sizes.heads_q, sizes.seq_q) * SUM_BYTES
 
 
-def _of_conversion(plan: Plan, sizes: LaunchSizes) -> Traffic:
-    """A kernel that writes a gradient from its float32 sums."""
+def _conversion_traffic(plan: Plan, sizes: LaunchSizes) -> Traffic:
+    """Bytes of a kernel that writes a gradient from its float32 sums."""
     qk_row, v_row = _row_bytes(plan)
     if plan.kernel == "convert_dq":
         queries = sizes.batch * sizes.heads_q * sizes.seq_q
@@ -322,8 +322,8 @@ def _of_conversion(plan: Plan, sizes: LaunchSizes) -> Traffic:
     return Traffic(sums_read=sums, **written)
 
 
-def _of_rows(plan: Plan, sizes: LaunchSizes, *, dlse: bool) -> Traffic:
-    """The kernel "delta"."""
+def _delta_traffic(plan: Plan, sizes: LaunchSizes, *, dlse: bool) -> Traffic:
+    """Bytes of the kernel "delta"."""
     zeroed = _bytes_of_dq_sums(plan, sizes)
     if not plan.has_rows:
         return Traffic(sums_zeroed=zeroed)
@@ -342,13 +342,13 @@ def _of_rows(plan: Plan, sizes: LaunchSizes, *, dlse: bool) -> Traffic:
 
 
 class _MainLoop(NamedTuple):
-    """What the main loops of all blocks of a launch walk.
+    """Tiles and rows that the main loops of all blocks of a launch walk.
 
     Attributes:
         tiles: tiles of a head that blocks own.
-        own_rows: rows of these tiles that exist, without tiles that reach no other.
+        own_rows: existing rows of these tiles, without tiles that reach no other tile.
         walked_rows: rows of the tiles that all blocks walk.
-        walked_tiles: these tiles.
+        walked_tiles: the number of tiles that all blocks walk.
         scores: the elements of S that are computed.
     """
 
@@ -359,15 +359,15 @@ class _MainLoop(NamedTuple):
     scores: int
 
     @staticmethod
-    def of(plan: Plan, sizes: LaunchSizes, visited: Visited | None) -> _MainLoop:
+    def create(plan: Plan, sizes: LaunchSizes, visited: Visited | None) -> _MainLoop:
         owned, walked = (plan.walked_queries, sizes.seq_q), (plan.walked_keys, sizes.seq_k)
         if plan.owns_keys:
             owned, walked = walked, owned
         walks = walks_of_head(plan, sizes, visited)
         tiles = -(-owned[1] // owned[0])
-        reaching = (place for place in range(tiles) if any(map(len, walks[place::tiles])))
+        reaching = (index for index in range(tiles) if any(map(len, walks[index::tiles])))
         times = sizes.batch * sizes.heads_q * tiles // len(walks)  # repetitions of these walks
-        steps = sum(plan.steps_of(len(each)) for each in walks)
+        steps = sum(plan.steps_of(len(tiles_of_walk)) for tiles_of_walk in walks)
         return _MainLoop(
             tiles,
             rows_in(reaching, *owned),
@@ -377,18 +377,18 @@ class _MainLoop(NamedTuple):
         )
 
 
-def _of_tangents(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
-    """The kernel "tangent"."""
+def _tangent_traffic(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
+    """Bytes of the kernel "tangent"."""
     pairs, (qk_row, v_row) = sizes.batch * sizes.heads_q, _row_bytes(plan)
-    own, queries = pairs * loop.own_rows * qk_row, pairs * sizes.seq_q
+    q_bytes, queries = pairs * loop.own_rows * qk_row, pairs * sizes.seq_q
     keys, values = loop.walked_rows * qk_row, loop.walked_rows * v_row
     moves = {name: name in plan.moving for name in "qkv"}
     # Tiles that reach no key read it too, and a sink once more. Not counted is the lane that
     # reads the sum of a row's weights before it writes the tangent of this sum.
     reads = QUAD * plan.column_warps * (2 if plan.sink_bytes else 1)
     return Traffic(
-        q=own,
-        q_tangent=own * moves["q"],
+        q=q_bytes,
+        q_tangent=q_bytes * moves["q"],
         k=keys,
         k_tangent=keys * moves["k"],
         v=values * plan.scores_move,
@@ -403,15 +403,15 @@ def _of_tangents(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
     )
 
 
-def _of_queries(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
-    """A kernel whose blocks own queries: "dq", or one of the gradients of learned tensors."""
+def _query_kernel_traffic(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
+    """Bytes of a kernel whose blocks own queries: "dq", or one for gradients of learned tensors."""
     pairs, (qk_row, v_row) = sizes.batch * sizes.heads_q, _row_bytes(plan)
-    of_row = ROW_BYTES * plan.has_rows
+    row_bytes = ROW_BYTES * plan.has_rows
     return Traffic(
         q=pairs * loop.own_rows * qk_row,
         do=pairs * loop.own_rows * v_row,
         # Tiles that reach no key read them too.
-        rows_read=pairs * sizes.seq_q * of_row * QUAD * plan.column_warps,
+        rows_read=pairs * sizes.seq_q * row_bytes * QUAD * plan.column_warps,
         k=loop.walked_rows * qk_row,
         v=loop.walked_rows * v_row,
         dq=pairs * sizes.seq_q * qk_row if plan.kernel == "dq" else 0,
@@ -419,8 +419,8 @@ def _of_queries(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
     )
 
 
-def _of_keys(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
-    """A kernel whose blocks own keys: "dkdv" or "fused"."""
+def _key_kernel_traffic(plan: Plan, sizes: LaunchSizes, loop: _MainLoop) -> Traffic:
+    """Bytes of a kernel whose blocks own keys: "dkdv" or "fused"."""
     blocks, (qk_row, v_row) = sizes.batch * sizes.heads_kv, _row_bytes(plan)
     written = {"dk": blocks * sizes.seq_k * qk_row, "dv": blocks * sizes.seq_k * v_row}
     if plan.in_parts:

@@ -71,21 +71,21 @@ def paths_of_layout(
     """The paths of all passes on a device of ``arch``; () where there is nothing to choose.
 
     Args:
-        backward: whether of the backward pass too, with free and with fixed order of sums.
+        backward: whether to include the backward pass, with free and with fixed order of sums.
     """
     passes = ((False, False), *(((True, False), (True, True)) if backward else ()))
-    found = (path_of_layout(spec, arch, backward=b, deterministic=fixed) for b, fixed in passes)
-    return tuple(path for path in found if path is not None)
+    paths = (path_of_layout(spec, arch, backward=b, deterministic=fixed) for b, fixed in passes)
+    return tuple(path for path in paths if path is not None)
 
 
-def _showing_path(made: Planner[Options]) -> Planner[Options]:
-    """The function, whose plans also say which path calls take."""
+def _showing_path(make_plan: Planner[Options]) -> Planner[Options]:
+    """``make_plan`` with a note in each plan that says which path calls take."""
 
-    @functools.wraps(made)
+    @functools.wraps(make_plan)
     def planned(spec: AttentionSpec, *args: Options.args, **options: Options.kwargs) -> Plan:
-        found = made(spec, *args, **options)
-        path = path_of_layout(spec, found.arch)
-        return found if path is None else replace(found, notes=(*found.notes, str(path)))
+        derived = make_plan(spec, *args, **options)
+        path = path_of_layout(spec, derived.arch)
+        return derived if path is None else replace(derived, notes=(*derived.notes, str(path)))
 
     return cast("Planner[Options]", planned)
 
@@ -105,19 +105,19 @@ def path_of_layout(
         return None
     try:
         seconds = {
-            each: _seconds(spec, _plans(spec, each, backward, deterministic))
-            for each in (arch, portable(arch))
+            target: _seconds(spec, _plans(spec, target, backward, deterministic))
+            for target in (arch, portable(arch))
         }
     except PlanError:  # several launches compute the columns of V, which have no model here
         return None
-    best = min(seconds, key=lambda each: seconds[each])
-    other = next(each for each in seconds if each != best)
-    what = "backward" if backward else "forward"
-    what += " with fixed order of sums" if deterministic else ""
+    best = min(seconds, key=lambda target: seconds[target])
+    other = next(target for target in seconds if target != best)
+    pass_name = "backward" if backward else "forward"
+    pass_name += " with fixed order of sums" if deterministic else ""
     positions = positions_of(spec.block_sparse)
     return LayoutPath(
         best,
-        f"block layout, {what}: predicted {seconds[best] * 1e3:.3f} ms with {best}, "
+        f"block layout, {pass_name}: predicted {seconds[best] * 1e3:.3f} ms with {best}, "
         f"{seconds[other] * 1e3:.3f} with {other}, for {HEADS} heads of {positions:,} positions",
         backward,
         deterministic,
@@ -132,14 +132,14 @@ def _plans(spec: AttentionSpec, arch: str, backward: bool, deterministic: bool) 
 
 def _seconds(spec: AttentionSpec, plans: Sequence[Plan]) -> float:
     """The predicted duration of the launches of a pass whose tiles of scores have a model."""
-    known = spec.mask.free_symbols <= {Q, K} and not elements_of(spec.mask)
-    mask = spec.mask if known else sympy.true
+    is_static = spec.mask.free_symbols <= {Q, K} and not elements_of(spec.mask)
+    mask = spec.mask if is_static else sympy.true
     assert spec.block_sparse is not None, "specs without a layout have no choice"
     positions = positions_of(spec.block_sparse)
-    scalars = {scalar.name: 0 for scalar in spec.scalars}  # of which the mask reads none
+    scalars = {scalar.name: 0 for scalar in spec.scalars}  # the mask reads none of them
     total = gaps_between(plans)
     for plan in plans:
-        if plan.of_captured:
+        if plan.is_for_learned:
             continue  # both paths have it
         sizes = (1, 1, 1, positions, positions)
         call = CheckedCall(*sizes, spec.head_dim, plan.head_dim_v, 0, 0, 1.0, scalars)

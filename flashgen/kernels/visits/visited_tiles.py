@@ -33,7 +33,7 @@ from flashgen.spec.language.symbols import B, H
 
 
 class KnownCall(NamedTuple):
-    """A call with all that its mask depends on.
+    """A call with the values on which its mask depends.
 
     Attributes:
         captured: the captured tensors by name as arrays; a run-time block layout; for a paged
@@ -86,30 +86,30 @@ class AlikeHeads:
 def walks_of(
     call: KnownCall, mask: MaskAnalysis, plan: Plan, *, ragged_last: bool = False
 ) -> list[Walk]:
-    """Sizes and visited tiles of a launch: of all heads together, or head by head.
+    """Sizes and visited tiles of a launch, for all heads together or head by head.
 
     Args:
         ragged_last: as for `heads_of`.
     """
-    return joined(heads_of(call, mask, plan, ragged_last=ragged_last), plan, call.problem)
+    return joined_walks(heads_of(call, mask, plan, ragged_last=ragged_last), plan, call.problem)
 
 
-def joined(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Walk]:
+def joined_walks(heads: list[AlikeHeads], plan: Plan, problem: CheckedCall) -> list[Walk]:
     """The walks of these heads; the heads of a group that one block serves are joined."""
     lengths = problem.seq_q, problem.seq_k
-    found: list[Walk] = []
-    together = problem.group if plan.owns_keys and len(heads) > 1 and heads[0].heads_q == 1 else 1
-    for place in range(0, len(heads), together):
-        each = heads[place]
+    walks: list[Walk] = []
+    group_size = problem.group if plan.owns_keys and len(heads) > 1 and heads[0].heads_q == 1 else 1
+    for index in range(0, len(heads), group_size):
+        first = heads[index]
         visited = steps = None
-        if each.visits is not None:
-            some = heads[place : place + together]
-            visited = [visit.tiles for head in some for visit in head.visits or ()]
-            steps = [of_block for head in some for of_block in head.steps or ()]
-        sizes = LaunchSizes(each.batch, each.heads_q * together, each.heads_kv, *lengths)
-        before = each.walk.owned.before if each.walk else 0
-        found.append(Walk(sizes, visited, steps, before))
-    return found
+        if first.visits is not None:
+            group = heads[index : index + group_size]
+            visited = [visit.tiles for head in group for visit in head.visits or ()]
+            steps = [steps_of_block for head in group for steps_of_block in head.steps or ()]
+        sizes = LaunchSizes(first.batch, first.heads_q * group_size, first.heads_kv, *lengths)
+        before = first.walk.owned.before if first.walk else 0
+        walks.append(Walk(sizes, visited, steps, before))
+    return walks
 
 
 def heads_of(
@@ -118,8 +118,8 @@ def heads_of(
     """The heads of a launch: all together, by batch entry, or one by one; [] without heads.
 
     Args:
-        ragged_last: whether the last tile of queries always is the one that lacks some, as in
-            earlier kernels, of which there are records.
+        ragged_last: whether always the last tile of queries lacks some, as in
+            earlier kernels, which have records.
     """
     spec, p, captured = call
     if not p.batch * p.heads_q:
@@ -130,9 +130,9 @@ def heads_of(
     parts = (mask.expr, mask.may, mask.must, mask.reach.lo, mask.reach.hi)
     used = {symbol for part in parts if part is not None for symbol in part.free_symbols}
     sizes = p.batch, p.heads_q, p.seq_q, p.seq_k
-    known: dict[Any, Any] = {**numbers_of(spec, sizes, dict(p.scalars))}
-    known |= {t.symbol: captured[t.name] for t in spec.tensors if t.name in captured}
-    known = {symbol: value for symbol, value in known.items() if symbol in used}
+    values: dict[Any, Any] = {**numbers_of(spec, sizes, dict(p.scalars))}
+    values |= {t.symbol: captured[t.name] for t in spec.tensors if t.name in captured}
+    values = {symbol: value for symbol, value in values.items() if symbol in used}
     if live is not None:
         used |= {symbol for symbol, lines in zip((B, H), live.shape, strict=False) if lines > 1}
 
@@ -140,12 +140,12 @@ def heads_of(
 
     def alike(batch: int, heads_q: int, heads_kv: int, b: int, h: int) -> AlikeHeads:
         listed = listed_blocks(spec, live, b, h + p.first_head, by_column=plan.owns_keys)
-        places = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
+        indices = {B: np.array([[b]]), H: np.array([[h]])} if {B, H} & used else {}
         rows = rows_by_bounds(plan.skipping_rows(bounded=True), mask, spec)
-        moved = 0 if ragged_last else rows
-        queries = query_axis(mask, p.seq_q, plan.walked_queries, p.q_offset, moved)
+        moved_rows = 0 if ragged_last else rows
+        queries = query_axis(mask, p.seq_q, plan.walked_queries, p.q_offset, moved_rows)
         keys = key_axis(plan, p)
-        walk = TileWalk(mask, (known | places).items(), queries, keys, plan.owns_keys)
+        walk = TileWalk(mask, (values | indices).items(), queries, keys, plan.owns_keys)
         visits = visits_of(walk, listed)
         if plan.cluster > 1 and plan.paired_heads(p.heads_q, p.heads_kv) == 1:
             visits = in_pairs(visits)
@@ -159,10 +159,10 @@ def heads_of(
 
 
 def rows_by_bounds(rows: int, mask: MaskAnalysis, spec: AttentionSpec) -> int:
-    """The rows of a warpgroup where each one computes only the tiles that its own rows reach.
+    """The rows of a warpgroup, where each warpgroup skips the tiles that its own rows do not reach.
 
     Args:
-        rows: the same if bounds alone decide which tiles are visited, from `Plan.skipping_rows`.
+        rows: these rows if bounds alone decide which tiles are visited, from `Plan.skipping_rows`.
     """
     return rows if mask.bounded and spec.block_sparse is None else 0
 
@@ -179,7 +179,7 @@ def query_axis(mask: MaskAnalysis, length: int, block: int, offset: int, rows: i
     """The tiles of queries of a kernel, as `queries_before` of the emitted code places them.
 
     Args:
-        rows: those of a warpgroup, from `rows_by_bounds`.
+        rows: the rows of a warpgroup, from `rows_by_bounds`.
     """
     ragged = rows and mask.reaches_further
     before = -(-length // block) * block - -(-length // rows) * rows if ragged else 0
@@ -206,32 +206,32 @@ def listed_blocks(
     sparse = spec.block_sparse
     if sparse is None or live is None:
         return None
-    one = live[min(b, len(live) - 1), min(h, live.shape[1] - 1)]
+    blocks = live[min(b, len(live) - 1), min(h, live.shape[1] - 1)]
     if by_column:
-        return ListedBlocks(one.T, sparse.block_k, sparse.block_q)
-    return ListedBlocks(one, sparse.block_q, sparse.block_k)
+        return ListedBlocks(blocks.T, sparse.block_k, sparse.block_q)
+    return ListedBlocks(blocks, sparse.block_q, sparse.block_k)
 
 
 def in_pairs(visits: list[Visit]) -> list[Visit]:
-    """The visits where neighbouring blocks form a cluster: each visits what one of them reaches."""
-    found = []
-    for place, visit in enumerate(visits):
-        pair = visits[place // 2 * 2 :][:2]
-        reaching = [each for each in pair if each.first < each.end]
-        first = min((each.first for each in reaching), default=visit.first)
-        end = max((each.end for each in reaching), default=visit.end)
-        found.append(replace(visit, first=first, end=end, tiles=list(range(first, end))))
-    return found
+    """The visits where neighbouring blocks form a cluster: both visit what either reaches."""
+    paired = []
+    for index, visit in enumerate(visits):
+        pair = visits[index // 2 * 2 :][:2]
+        reaching = [reached for reached in pair if reached.first < reached.end]
+        first = min((reached.first for reached in reaching), default=visit.first)
+        end = max((reached.end for reached in reaching), default=visit.end)
+        paired.append(replace(visit, first=first, end=end, tiles=list(range(first, end))))
+    return paired
 
 
 def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
     """For each tile that a block owns, the tiles that its main loop visits.
 
-    They are the tiles within the reach, a range; where the reach is not exact, those that may have
-    an unmasked element; with a block-sparse layout, those that have a live block.
+    They are the tiles within the reach, a range. Where the reach is not exact, tiles without a kept
+    score are left out; with a block-sparse layout, tiles without a live block.
     """
     mask, walked = walk.mask, walk.walked
-    found = []
+    visits = []
     for start, stop in walk.owned.tiles():
         first, end = reached_tiles(walk, start, stop)
         tiles = list(range(first, end))
@@ -241,8 +241,8 @@ def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
         if listed is not None:
             live = listed.tiles(walk.owned, start, stop, walked)
             tiles = [tile for tile in tiles if live[tile]]
-        found.append(Visit(start, stop, first, end, tiles))
-    return found
+        visits.append(Visit(start, stop, first, end, tiles))
+    return visits
 
 
 def reached_tiles(walk: TileWalk, start: int, stop: int) -> tuple[int, int]:
@@ -266,11 +266,11 @@ def steps_of(
 
     Args:
         mask_ops: instructions of the mask for each score at which it is evaluated.
-        rows: those of a warpgroup, from `rows_by_bounds`.
+        rows: the rows of a warpgroup, from `rows_by_bounds`.
     """
     if plan.records:
         return _steps_of_boxes(plan, walk, listed, visit, mask_ops)
-    together = rows or plan.block_q
+    rows_at_once = rows or plan.block_q
     tiles = np.array(visit.tiles, dtype=np.int64)
     computed = np.zeros_like(tiles)
     masked = np.zeros_like(tiles)
@@ -280,12 +280,13 @@ def steps_of(
         if rows:
             first, end = reached_tiles(walk, start, stop)
             reached = (first <= tiles) & (tiles < end)
-        computed += together * reached
-        masked += together * (reached & ~unmasked_tiles(walk, start, stop, listed)[tiles])
-    found: Counter[StepKind] = Counter()
-    for some, of_mask in zip(computed.tolist(), masked.tolist(), strict=True):
-        found[StepKind(some, mask_ops * of_mask / some if some else 0)] += 1
-    return found
+        computed += rows_at_once * reached
+        masked += rows_at_once * (reached & ~unmasked_tiles(walk, start, stop, listed)[tiles])
+    steps: Counter[StepKind] = Counter()
+    for computed_rows, masked_rows in zip(computed.tolist(), masked.tolist(), strict=True):
+        ops = mask_ops * masked_rows / computed_rows if computed_rows else 0
+        steps[StepKind(computed_rows, ops)] += 1
+    return steps
 
 
 def _steps_of_boxes(
@@ -293,18 +294,18 @@ def _steps_of_boxes(
 ) -> Steps:
     """The kinds of the steps of one block whose tiles consist of boxes."""
     boxes = np.array(visit.tiles, dtype=np.int64)
-    here = walk, visit.start, visit.stop
-    masked = ~unmasked_tiles(*here, None if plan.gathers else listed)[boxes]
-    whole = unmasked_tiles(*here, listed, ignores_mask=True)[boxes]
-    together = plan.boxes_per_tile
-    found: Counter[StepKind] = Counter()
-    for first in range(0, plan.steps_of(len(boxes)) * together, together):
-        tile = slice(first, first + together)
-        ops = mask_ops * np.count_nonzero(masked[tile]) / together
-        if plan.gathers and np.count_nonzero(whole[tile]) < together:
+    owned_tile = walk, visit.start, visit.stop
+    masked = ~unmasked_tiles(*owned_tile, None if plan.gathers else listed)[boxes]
+    all_live = unmasked_tiles(*owned_tile, listed, ignores_mask=True)[boxes]
+    boxes_per_tile = plan.boxes_per_tile
+    steps: Counter[StepKind] = Counter()
+    for first in range(0, plan.steps_of(len(boxes)) * boxes_per_tile, boxes_per_tile):
+        tile = slice(first, first + boxes_per_tile)
+        ops = mask_ops * np.count_nonzero(masked[tile]) / boxes_per_tile
+        if plan.gathers and np.count_nonzero(all_live[tile]) < boxes_per_tile:
             ops += DEAD_BOX_INSTRUCTIONS
-        found[StepKind(plan.block_q, ops)] += 1
-    return found
+        steps[StepKind(plan.block_q, ops)] += 1
+    return steps
 
 
 def unmasked_tiles(
@@ -317,27 +318,27 @@ def unmasked_tiles(
 ) -> Array:
     """Where the kernel does not evaluate the mask, for the walked tiles of one owned tile.
 
-    These are the whole tiles in the full range where that is exact, and else those that the mask
-    fills. A tile that the sequence cuts off has its mask evaluated.
+    These are the whole tiles in the full range where that is exact, and else the tiles in which the
+    mask keeps all scores. The mask is evaluated in a tile that the end of the sequence cuts off.
 
     Args:
-        listed: a block-sparse layout, of which all blocks of such a tile are live.
+        listed: a block-sparse layout; all of its blocks in such a tile are live.
         ignores_mask: whether the layout and the lengths alone count.
     """
     mask, owned, walked = walk.mask, walk.owned, walk.walked
     starts = np.arange(0, walked.length, walked.block)
-    found: Array = starts + walked.block <= walked.length
+    unmasked: Array = starts + walked.block <= walked.length
     if walk.owns_keys:
-        found &= start + owned.block <= owned.length
+        unmasked &= start + owned.block <= owned.length
     if listed is not None:
         lines = listed.live[listed.lines_of_tile(owned, start, stop)]
         layout = BlockLayoutTiles(lines[None], 1, listed.walked_block)
         corners = np.int64(0), np.int64(len(lines) - 1)
-        found &= layout.of_tiles(corners, walked.corners())[1][0]
+        unmasked &= layout.liveness(corners, walked.corners())[1][0]
     if ignores_mask:
-        return found
+        return unmasked
     if mask.full is None or not mask.full_exact:
-        return found if mask.always else found & (walk.classes(start, stop) == FULL)
+        return unmasked if mask.always else unmasked & (walk.classes(start, stop) == FULL)
     lo, hi = walk.ends(mask.full, start, stop)
-    found &= starts >= (0 if lo is None else lo)
-    return found & (starts + walked.block <= (walked.length if hi is None else hi))
+    unmasked &= starts >= (0 if lo is None else lo)
+    return unmasked & (starts + walked.block <= (walked.length if hi is None else hi))

@@ -30,9 +30,9 @@ def simplified(mask: sympy.Basic) -> sympy.Basic:
     parts = [simplified(arg) for arg in mask.args]
     if isinstance(mask, sympy.And) or len(parts) > MOST:
         return mask.func(*parts)
-    for place, part in enumerate(parts):
-        others = parts[:place] + parts[place + 1 :]
-        parts[place] = _without_repeated(part, others)
+    for index, part in enumerate(parts):
+        others = parts[:index] + parts[index + 1 :]
+        parts[index] = _without_repeated(part, others)
     return sympy.Or(*_merged([part for part in parts if part != sympy.false]))
 
 
@@ -56,7 +56,7 @@ def implies(a: sympy.Basic, b: sympy.Basic) -> bool:
 
 
 def _without_repeated(part: sympy.Basic, others: Sequence[sympy.Basic]) -> sympy.Basic:
-    """An alternative without those of its own alternatives that another one has too."""
+    """An alternative without its inner alternatives that another alternative covers."""
     if any(implies(part, other) for other in others):
         return sympy.false
     if not isinstance(part, sympy.And) or len(part.args) > MOST:
@@ -65,20 +65,20 @@ def _without_repeated(part: sympy.Basic, others: Sequence[sympy.Basic]) -> sympy
         if not isinstance(inner, sympy.Or):
             continue
         rest = [arg for arg in part.args if arg != inner]
-        kept = [
-            each
-            for each in inner.args
-            if not any(implies(sympy.And(*rest, each), other) for other in others)
+        alternatives = [
+            alternative
+            for alternative in inner.args
+            if not any(implies(sympy.And(*rest, alternative), other) for other in others)
         ]
-        if len(kept) < len(inner.args):
-            return sympy.And(*rest, sympy.Or(*kept))
+        if len(alternatives) < len(inner.args):
+            return sympy.And(*rest, sympy.Or(*alternatives))
     return part
 
 
 def _merged(parts: list[sympy.Basic]) -> list[sympy.Basic]:
-    """The alternatives, of which two that differ in whether equality counts are one."""
-    for place, one in enumerate(parts):
-        for other in parts[place + 1 :]:
+    """The alternatives, where two that differ only in whether equality counts are one."""
+    for index, one in enumerate(parts):
+        for other in parts[index + 1 :]:
             for a, b in ((one, other), (other, one)):
                 merged = _merged_pair(a, b)
                 if merged is not None:
@@ -88,16 +88,20 @@ def _merged(parts: list[sympy.Basic]) -> list[sympy.Basic]:
 
 
 def _merged_pair(loose: sympy.Basic, strict: sympy.Basic) -> sympy.Basic | None:
-    """``c & x >= y & more`` and ``~c & x > y & more`` as one, if c and x, or c and y, have the same
-    position, and x or y is worth to be computed once for it; else None."""
+    """``c & x >= y & more`` and ``~c & x > y & more`` as one alternative, if c and x, or c and y,
+    depend on the same position, and x or y is worth computing once for it; else None."""
     if not isinstance(loose, sympy.And) or not isinstance(strict, sympy.And):
         return None
-    own, others = set(loose.args) - set(strict.args), set(strict.args) - set(loose.args)
-    if len(own) != 2 or len(others) != 2 or not all(isinstance(c, Relational) for c in own):
+    only_loose, only_strict = set(loose.args) - set(strict.args), set(strict.args) - set(loose.args)
+    if (
+        len(only_loose) != 2
+        or len(only_strict) != 2
+        or not all(isinstance(c, Relational) for c in only_loose)
+    ):
         return None
-    for compared in own:
-        (condition,) = own - {compared}
-        if {sympy.Not(condition), _strict(compared)} != others:
+    for compared in only_loose:
+        (condition,) = only_loose - {compared}
+        if {sympy.Not(condition), _strict(compared)} != only_strict:
             continue
         sides = compared.lhs, compared.rhs
         if compared.rel_op == "<=":

@@ -14,7 +14,7 @@ from sympy.core.relational import Relational
 
 from flashgen.spec.analysis.alternatives import simplified
 from flashgen.spec.analysis.invariants import Level, LeveledCode, leveled
-from flashgen.spec.analysis.natural import Facts, with_natural_divisions
+from flashgen.spec.analysis.natural import Nonnegative, with_natural_divisions
 from flashgen.spec.analysis.sharing import CodeBlock
 from flashgen.spec.language.lets import atoms_of, contains, distinct, replaced
 from flashgen.spec.language.spec import AttentionSpec
@@ -27,8 +27,8 @@ OFFSETS = {Q: "q_offset", K: "k_offset"}
 
 
 def by_distance(mask: sympy.Basic) -> sympy.Basic:
-    """The mask with `APART`, where it divides the distance; as it is where it does not."""
-    found: dict[sympy.Basic, sympy.Basic] = {}
+    """The mask with `APART`, if it divides the distance; else the mask unchanged."""
+    replacements: dict[sympy.Basic, sympy.Basic] = {}
     for part in distinct(mask):
         if isinstance(part, Relational) and is_int(part.lhs) and is_int(part.rhs):
             new = _relation(part)
@@ -37,24 +37,24 @@ def by_distance(mask: sympy.Basic) -> sympy.Basic:
         else:
             continue
         if new is not None:
-            found[part] = new
-    result = replaced(mask, found)
+            replacements[part] = new
+    result = replaced(mask, replacements)
     divisions = result.atoms(FloorDiv, FloorMod)
-    return result if any(APART in each.free_symbols for each in divisions) else mask
+    return result if any(APART in division.free_symbols for division in divisions) else mask
 
 
-def known_positions(spec: AttentionSpec) -> Facts:
+def known_positions(spec: AttentionSpec) -> Nonnegative:
     """The positions that are not negative in the calls of a kernel without wide integers.
 
-    These are those with offsets that the host knows. Rows that a tile has before the first query of
-    a sequence are not stored, whatever their mask is.
+    These are the positions whose offsets the host knows. Rows that a tile has before the first
+    query of a sequence are not stored, whatever their mask is.
     """
     data = {tensor.name for tensor in spec.offsets}
     data |= {"q_offset"} if spec.paged else set()
     return frozenset(position for position, offset in OFFSETS.items() if offset not in data)
 
 
-def natural_positions(mask: sympy.Basic, positions: Facts) -> Facts:
+def natural_positions(mask: sympy.Basic, positions: Nonnegative) -> Nonnegative:
     """The positions that spare the code of a mask a correction if they are not negative."""
     mask = by_distance(simplified(mask))
     best = with_natural_divisions(mask, positions)
@@ -62,7 +62,7 @@ def natural_positions(mask: sympy.Basic, positions: Facts) -> Facts:
     return frozenset(needed)
 
 
-def code_of_mask(mask: sympy.Basic, positions: Facts) -> LeveledCode:
+def code_of_mask(mask: sympy.Basic, positions: Nonnegative) -> LeveledCode:
     """The code of a mask, whose first let is `APART` where it divides the distance.
 
     Args:
@@ -74,7 +74,7 @@ def code_of_mask(mask: sympy.Basic, positions: Facts) -> LeveledCode:
         return code
     lets, sources = ((APART, Q - K), *code.block.lets), (Q - K, *code.block.sources)
     block = CodeBlock(lets, code.block.results, sources)
-    return LeveledCode(block, {APART: Level.SCORE, **code.levels}, code.kept)
+    return LeveledCode(block, {APART: Level.SCORE, **code.levels}, code.shared)
 
 
 def is_of_distance(mask: sympy.Basic) -> bool:
@@ -97,22 +97,23 @@ def is_costly_mask(mask: sympy.Basic) -> bool:
 def is_costly_for_scores(mask: sympy.Basic) -> bool:
     """Whether each score reads an element or computes a quotient of its row or column alone.
 
-    These are left beside the values that a kernel computes once for a row or a column of scores.
+    Such reads and quotients remain beside the values that a kernel computes once for a row or a
+    column of scores.
     """
-    own = _of_scores(mask)
-    quotients = (each for expr in own for each in atoms_of(expr, FloorDiv, FloorMod))
-    reads = any(contains(expr, Element) for expr in own)
-    return reads or any(len({Q, K} & each.free_symbols) == 1 for each in quotients)
+    exprs = _exprs_of_scores(mask)
+    quotients = (quotient for expr in exprs for quotient in atoms_of(expr, FloorDiv, FloorMod))
+    reads = any(contains(expr, Element) for expr in exprs)
+    return reads or any(len({Q, K} & quotient.free_symbols) == 1 for quotient in quotients)
 
 
 def has_condition_of(position: sympy.Basic, mask: sympy.Basic) -> bool:
-    """Whether what each score computes compares its row's or column's position with a number."""
-    relations = set[Relational]().union(*(atoms_of(e, Relational) for e in _of_scores(mask)))
+    """Whether a score's own code compares the position of its row or column with a number."""
+    relations = set[Relational]().union(*(atoms_of(e, Relational) for e in _exprs_of_scores(mask)))
     return any(e.free_symbols & {APART, Q, K} == {position} for e in relations)
 
 
 @lru_cache(maxsize=256)
-def _of_scores(mask: sympy.Basic) -> list[sympy.Basic]:
+def _exprs_of_scores(mask: sympy.Basic) -> list[sympy.Basic]:
     """The expressions of a mask's code that each score computes."""
     code = code_of_mask(mask, frozenset())
     values = dict(code.block.lets)
@@ -135,7 +136,7 @@ def _relation(relation: Relational) -> Relational | None:
 
 
 def _distance(expr: sympy.Expr) -> sympy.Expr | None:
-    """An expression of q - k and no other position; None where it is none."""
+    """An expression of q and k by their distance `APART`; None if it depends on more than that."""
     if not {Q, K} <= expr.free_symbols:
         return None
     new = replaced(expr, {Q: APART + K})

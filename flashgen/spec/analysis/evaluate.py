@@ -43,7 +43,7 @@ def evaluate(expr: sympy.Basic, env: Env, real: type[np.floating[Any]] = np.floa
 
     Args:
         real: the precision of sums, products and comparisons of floats, to which their operands and
-            results are rounded: that of kernels by default.
+            results are rounded: the precision of kernels by default.
 
     Raises:
         KeyError: a symbol has no value.
@@ -53,8 +53,8 @@ def evaluate(expr: sympy.Basic, env: Env, real: type[np.floating[Any]] = np.floa
     values = _Evaluation(env, real)
     try:
         for let in lets_of(expr):
-            values.env[let] = values.of(let.value)
-        return values.of(expr)
+            values.env[let] = values.value(let.value)
+        return values.value(expr)
     except OverflowError:
         tensors = {x for x in expr.atoms(TensorSymbol) if x.dtype == "int64"}
         if not tensors:
@@ -75,14 +75,14 @@ class _Evaluation:
     def __init__(self, env: Env, real: type[np.floating[Any]]) -> None:
         self.env = dict(env)
         self.real = real
-        self.known: dict[sympy.Basic, Any] = {}
+        self.values: dict[sympy.Basic, Any] = {}
 
-    def of(self, expr: sympy.Basic) -> Any:
-        if not expr.args or expr not in self.known:
-            self.known[expr] = self._value(expr)
-        return self.known[expr]
+    def value(self, expr: sympy.Basic) -> Any:
+        if not expr.args or expr not in self.values:
+            self.values[expr] = self._computed(expr)
+        return self.values[expr]
 
-    def _value(self, expr: sympy.Basic) -> Any:
+    def _computed(self, expr: sympy.Basic) -> Any:
         if isinstance(expr, sympy.Symbol):
             return self.env[expr]
         if expr in (sympy.true, sympy.false):
@@ -96,37 +96,37 @@ class _Evaluation:
         if isinstance(expr, sympy.Piecewise | Select):
             return self._choice(expr)
         if isinstance(expr, Element):
-            return _read(self.env[expr.tensor], list(map(self.of, expr.indices)))
+            return _read(self.env[expr.tensor], list(map(self.value, expr.indices)))
         if isinstance(expr, Extreme):
             table = table_of(self.env[expr.tensor], expr.axis, isinstance(expr, Least))
-            return table.over(*map(self.of, (*expr.ends, *expr.others)))
-        parts = [self.of(arg) for arg in expr.args]
+            return table.over(*map(self.value, (*expr.ends, *expr.others)))
+        parts = [self.value(arg) for arg in expr.args]
         operation = _FLOATS.get(expr.func)
         if operation is not None and not (isinstance(expr, FloorDiv | FloorMod) and is_int(expr)):
             return self._rounded(operation, parts)
-        function = expr.of if isinstance(expr, BitFunction) else _FUNCTIONS.get(expr.func)
+        function = expr.compute if isinstance(expr, BitFunction) else _FUNCTIONS.get(expr.func)
         if function is None:
             raise TypeError(f"cannot evaluate {expr.func.__name__}")
         return function(*parts)
 
     def _choice(self, expr: sympy.Expr) -> Any:
         branches, last = branches_of(expr)
-        for place, (value, condition) in enumerate(branches):
-            test = self.of(condition)
+        for index, (value, condition) in enumerate(branches):
+            test = self.value(condition)
             if isinstance(test, np.ndarray):
-                result = self.of(last)
-                for chosen, where in reversed(branches[place:]):
-                    result = np.where(self.of(where), self.of(chosen), result)
+                result = self.value(last)
+                for chosen, where in reversed(branches[index:]):
+                    result = np.where(self.value(where), self.value(chosen), result)
                 return result
             if test:
-                return self.of(value)
-        return self.of(last)
+                return self.value(value)
+        return self.value(last)
 
     def _rounded(self, operation: Callable[..., Any], parts: list[Any]) -> Any:
         """An operation of IEEE 754 on floats."""
         with np.errstate(all="ignore"):
-            found = operation(*map(self._float, parts))
-        return found if isinstance(found, np.ndarray) else found.item()
+            result = operation(*map(self._float, parts))
+        return result if isinstance(result, np.ndarray) else result.item()
 
     def _float(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
@@ -143,10 +143,10 @@ def _read(tensor: Any, indices: list[Any]) -> Any:
         np.clip(np.asarray(index, dtype=np.int64), 0, size - 1)
         for index, size in zip(indices, tensor.shape, strict=True)
     )
-    found = tensor[tuple(inside)]
-    if found.dtype.kind in "iub":  # keeps arithmetic exact
-        found = found.astype(np.int64)
-    return found if found.ndim else found.item()
+    element = tensor[tuple(inside)]
+    if element.dtype.kind in "iub":  # keeps arithmetic exact
+        element = element.astype(np.int64)
+    return element if element.ndim else element.item()
 
 
 def _either(python: Callable[..., Any], numpy: Callable[..., Any]) -> Any:
@@ -163,8 +163,8 @@ def _folded(python: Callable[[Any, Any], Any], numpy: Callable[[Any, Any], Any])
 
 def _power(x: Any, n: Any) -> Any:
     if isinstance(x, np.ndarray) or isinstance(n, np.ndarray):
-        whole = isinstance(n, int) and n >= 0
-        return x**n if whole else np.asarray(x, dtype=float) ** n
+        is_natural = isinstance(n, int) and n >= 0
+        return x**n if is_natural else np.asarray(x, dtype=float) ** n
     if isinstance(n, int) and n >= 0:
         return x**n
     return _real(lambda: math.pow(x, n), math.inf if x == 0 else math.nan)
@@ -187,12 +187,14 @@ def _recorded(record: type[FloatFunction]) -> Callable[..., Any]:
     def number(*args: float) -> float:
         return _real(lambda: function(*args), -math.inf if args == (pole,) else math.nan)
 
-    found: Callable[..., Any] = _either(number, array or np.vectorize(function, otypes=[float]))
-    return found
+    evaluation: Callable[..., Any] = _either(
+        number, array or np.vectorize(function, otypes=[float])
+    )
+    return evaluation
 
 
 def _by_nonzero(divide: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Division by an integer, which gives 0 where that is 0."""
+    """A division by an integer that gives 0 where the integer is 0."""
 
     def quotient(a: Any, b: Any) -> Any:
         if isinstance(b, np.ndarray):
@@ -231,7 +233,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Sigmoid: lambda x: 1 / (1 + np.exp(-np.asarray(x, dtype=float)))[()],
     Floor: _either(_floor, np.floor),
     Round: _either(lambda x: round(x) if math.isfinite(x) else x, np.rint),
-    **{kind: of_floats.decide for kind, of_floats in FLOAT_RELATIONS.items()},
+    **{kind: float_relation.decide for kind, float_relation in FLOAT_RELATIONS.items()},
     sympy.And: _folded(lambda a, b: a and b, np.logical_and),
     sympy.Or: _folded(lambda a, b: a or b, np.logical_or),
     sympy.Not: _either(lambda a: not a, np.logical_not),
@@ -245,6 +247,6 @@ _FLOATS: dict[Any, Callable[..., Any]] = {
     floats.FloatPower: np.power,
     FloorDiv: np.floor_divide,
     FloorMod: np.mod,
-    **{of_floats: of_floats.decide for of_floats in FLOAT_RELATIONS.values()},
+    **{float_relation: float_relation.decide for float_relation in FLOAT_RELATIONS.values()},
 }
 """Operations of floats, which round."""

@@ -32,19 +32,19 @@ from flashgen.spec.language.tensor_elements import Element
 
 def float_range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
     """The range over ``tile`` of a number that is computed or compared as a float."""
-    found = tile.float_ranges.get(expr)
-    if found is None:
-        found = _range(expr, tile) if tile.effort.spend() else UNKNOWN
-        if found.lo is None or found.hi is None:
-            found = UNKNOWN
+    result = tile.float_ranges.get(expr)
+    if result is None:
+        result = _range(expr, tile) if tile.effort.spend() else UNKNOWN
+        if result.lo is None or result.hi is None:
+            result = UNKNOWN
         else:
-            lo = named(found.lo)
-            hi = lo if found.is_one_value else named(found.hi)
-            defined = named(found.defined)
-            least, most = (float(c_float(end).value) for end in (found.least, found.most))
-            found = FloatRange(lo, hi, defined, least, most)
-        tile.float_ranges[expr] = found
-    return found
+            lo = named(result.lo)
+            hi = lo if result.is_one_value else named(result.hi)
+            defined = named(result.defined)
+            least, most = (float(c_float(end).value) for end in (result.least, result.most))
+            result = FloatRange(lo, hi, defined, least, most)
+        tile.float_ranges[expr] = result
+    return result
 
 
 def _range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
@@ -65,7 +65,7 @@ def _range(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
 
 
 def _integer(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
-    """Integers that are converted, which keeps their order."""
+    """The range of integers that are converted to floats, which keeps their order."""
     if not fits(expr):  # computed in floats
         return UNKNOWN
     x = range_of(expr, tile)
@@ -93,10 +93,10 @@ def _choice(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
         part = float_range(value, tile)
         if part.lo is None or part.hi is None or result.lo is None or result.hi is None:
             return UNKNOWN
-        yes, some = tile.must_and_may(condition, tile)
+        must, may = tile.must_and_may(condition, tile)
         result = FloatRange(
-            _joined(yes, some, part.lo, result.lo, Minimum),
-            _joined(yes, some, part.hi, result.hi, Maximum),
+            _joined(must, may, part.lo, result.lo, Minimum),
+            _joined(must, may, part.hi, result.hi, Maximum),
             sympy.And(part.defined, result.defined),
             min(part.least, result.least),
             max(part.most, result.most),
@@ -105,10 +105,10 @@ def _choice(expr: sympy.Expr, tile: TileBounds) -> FloatRange:
 
 
 def _joined(
-    yes: sympy.Basic,
-    some: sympy.Basic,
+    must: sympy.Basic,
+    may: sympy.Basic,
     a: sympy.Expr,
     b: sympy.Expr,
     join: Callable[..., sympy.Expr],
 ) -> sympy.Expr:
-    return Select(yes, a, Select(some, join(AsFloat(a), AsFloat(b)), b))
+    return Select(must, a, Select(may, join(AsFloat(a), AsFloat(b)), b))

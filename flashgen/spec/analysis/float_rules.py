@@ -96,7 +96,7 @@ def _at_least(x: FloatRange, bound: int) -> sympy.Basic:
 
 
 def _applied(function: Callable[[sympy.Expr], sympy.Expr], x: FloatRange) -> FloatRange:
-    """An exact, increasing function that leaves no more than 1 between it and its argument."""
+    """The range of an exact, increasing function that differs from its argument by at most 1."""
     return FloatRange(function(x.lo), function(x.hi), x.defined, x.least - 1, x.most + 1)
 
 
@@ -136,11 +136,11 @@ def _corners(x: FloatRange, y: FloatRange) -> tuple[list[tuple[Any, Any]], list[
     """Which ends (0: lo, 1: hi) of two factors give the least and the greatest product."""
     pairs = list(itertools.product((0, 1), (0, 1)))
     lows = highs = pairs
-    for place, other in ((1, x), (0, y)):  # the factor beside one of known sign is monotone
+    for index, other in ((1, x), (0, y)):  # the factor beside one of known sign is monotone
         if other.least >= 0 or other.most <= 0:
             falls = other.least < 0
-            lows = [pair for pair in lows if pair[place] == falls]
-            highs = [pair for pair in highs if pair[place] != falls]
+            lows = [pair for pair in lows if pair[index] == falls]
+            highs = [pair for pair in highs if pair[index] != falls]
     return (
         [((x.lo, x.hi)[a], (y.lo, y.hi)[b]) for a, b in lows],
         [((x.lo, x.hi)[a], (y.lo, y.hi)[b]) for a, b in highs],
@@ -256,35 +256,35 @@ def _remainder(expr: sympy.Expr, x: FloatRange, y: FloatRange) -> FloatRange:
 def _widened(x: FloatRange) -> FloatRange:
     """The range with room for the errors of a function at both ends."""
 
-    def moved(end: sympy.Expr, sign: int) -> sympy.Expr:
-        room = FloatProduct(SLACK, FloatSum(SLACK, Abs(AsFloat(end))))
-        return FloatSum(end, room if sign > 0 else negative(room))
+    def widened_end(end: sympy.Expr, sign: int) -> sympy.Expr:
+        margin = FloatProduct(SLACK, FloatSum(SLACK, Abs(AsFloat(end))))
+        return FloatSum(end, margin if sign > 0 else negative(margin))
 
-    def moved_number(end: float, sign: int) -> float:
+    def widened_number(end: float, sign: int) -> float:
         return end + sign * float(SLACK) * (float(SLACK) + abs(end))
 
-    lo, least = moved(x.lo, -1), moved_number(x.least, -1)
+    lo, least = widened_end(x.lo, -1), widened_number(x.least, -1)
     if x.least >= 0:  # so are the values of a function
         lo, least = Maximum(lo, AsFloat(_ZERO)), max(0.0, least)
-    return FloatRange(lo, moved(x.hi, 1), x.defined, least, moved_number(x.most, 1))
+    return FloatRange(lo, widened_end(x.hi, 1), x.defined, least, widened_number(x.most, 1))
 
 
-def _monotone(of: Monotone) -> Callable[..., FloatRange]:
+def _monotone(record: Monotone) -> Callable[..., FloatRange]:
     def rule(expr: sympy.Expr, x: FloatRange) -> FloatRange:
-        domain = sympy.true if of.from_on is None else _at_least(x, of.from_on)
-        ends = (x.hi, x.lo) if of.falls else (x.lo, x.hi)
+        domain = sympy.true if record.from_on is None else _at_least(x, record.from_on)
+        ends = (x.hi, x.lo) if record.falls else (x.lo, x.hi)
         lo, hi = (expr.func(AsFloat(end)) for end in ends)
-        return _widened(FloatRange(lo, hi, sympy.And(x.defined, domain), of.least, of.most))
+        return _widened(FloatRange(lo, hi, sympy.And(x.defined, domain), record.least, record.most))
 
     return rule
 
 
-def _bounded(of: Bounded) -> Callable[..., FloatRange]:
+def _bounded(record: Bounded) -> Callable[..., FloatRange]:
     def rule(expr: sympy.Expr, *parts: FloatRange) -> FloatRange:
         defined = sympy.And(*(part.defined for part in parts))
-        if of.of_finite:
+        if record.finite_only:
             defined = sympy.And(defined, *map(_is_finite, parts))
-        end, number = of.bound + SLACK, of.bound + 0.125
+        end, number = record.bound + SLACK, record.bound + 0.125
         return FloatRange(-end, end, defined, -number, number)
 
     return rule

@@ -54,15 +54,15 @@ class FoldedScore:
     """A score function as ``factor * SCALE**degree * value + shift``.
 
     Attributes:
-        value: g, of `PRODUCT` and `SCALE`.
+        value: the remaining function, an expression by `PRODUCT` and `SCALE`.
         factor: a positive literal.
         degree: the power of the scale that is not in the value.
         divides: whether the value has a quotient by the scale, which is at least `LEAST_SCALE`.
         shift: a literal.
         code: code for the value.
-        code_with_slope: code for (value, ds'/dscore), where the value has the shift, because LSE
-            has it; None where the value would need a quotient by the scale.
-        notes: what is folded, and what is not and why, in words.
+        code_with_slope: code for (value, ds'/dscore), where the value includes the shift, because
+            LSE includes it; None where the value would need a quotient by the scale.
+        notes: which parts are folded, and which are not and why, in words.
     """
 
     value: sympy.Expr
@@ -109,14 +109,14 @@ def folded(
         power = "scale" if degree == 1 else f"scale^{degree}"
         notes.append(f"the function is homogeneous: {power} is applied in the exponent")
     else:
-        value, chains = _of_product(rest)
-        joined = sorted(str(chain) for chain in chains if chain != SCALE)
-        if joined:
+        value, chains = _by_product(rest)
+        factors = sorted(str(chain) for chain in chains if chain != SCALE)
+        if factors:
             notes.append("factors of the score join the scale")
     if bias:
-        _, of_distance, weight = bias
+        _, distance_factor, weight = bias
         divisor = factor * Maximum(SCALE, LEAST_SCALE) if degree else factor
-        value = FloatSum(value, FloatProduct(of_distance, FloatQuotient(weight, divisor)))
+        value = FloatSum(value, FloatProduct(distance_factor, FloatQuotient(weight, divisor)))
         notes.append("the bias is divided by the factors that the exponent has")
     if distances:
         value, slope = _with_distance(value), _with_distance(slope)
@@ -127,7 +127,7 @@ def folded(
     if _is_negative(rest):
         notes.append("a negative factor stays: maxima would become minima")
     shifted = value if shift == 0 else FloatSum(value, shift / factor)
-    with_slope = leveled(shifted, _of_product(slope)[0]) if shift == 0 or degree == 0 else None
+    with_slope = leveled(shifted, _by_product(slope)[0]) if shift == 0 or degree == 0 else None
     return FoldedScore(
         value,
         factor,
@@ -161,8 +161,8 @@ def _without_shift(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
 def _without_factors(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
     """The score without positive literals as its factors, and their product."""
     factor = sympy.S.One
-    while (found := _without_factor(score)) is not None:
-        score, literal = found
+    while (without := _without_factor(score)) is not None:
+        score, literal = without
         factor *= literal
     return score, factor
 
@@ -188,7 +188,7 @@ def _is_negative(expr: sympy.Expr) -> bool:
 def _degree(expr: sympy.Expr) -> int | None:
     """The n with f(c * score) = c^n * f(score) for every c > 0; None where there is none.
 
-    0 is for an expression without the score. Higher powers than 2 leave the range of floats.
+    An expression without the score has degree 0. Higher degrees than 2 leave the range of floats.
     """
     if expr == SCORE:
         return 1
@@ -205,11 +205,11 @@ def _degree(expr: sympy.Expr) -> int | None:
     if _is_negative(expr) and len(expr.args) == 2:
         return _degree(expr.args[1])
     if isinstance(expr, FloatSum | Maximum | Minimum):
-        return _common([_degree_of_value(arg) for arg in expr.args])
+        return _common_degree([_degree_of_value(arg) for arg in expr.args])
     if isinstance(expr, sympy.Piecewise):
         if any(SCORE in condition.free_symbols for _, condition in expr.args):
             return None
-        return _common([_degree_of_value(value) for value, _ in expr.args])
+        return _common_degree([_degree_of_value(value) for value, _ in expr.args])
     return None
 
 
@@ -220,10 +220,10 @@ def _degree_of_value(expr: sympy.Expr) -> int | None:
     return _ANY if plain(expr) in (sympy.S.Zero, -sympy.oo) else _degree(expr)
 
 
-def _common(degrees: list[int | None]) -> int | None:
+def _common_degree(degrees: list[int | None]) -> int | None:
     """The degree that all terms have; None where they differ, or where it is 0."""
-    found = {degree for degree in degrees if degree != _ANY}
-    (degree,) = found if len(found) == 1 else (None,)
+    known_degrees = {degree for degree in degrees if degree != _ANY}
+    (degree,) = known_degrees if len(known_degrees) == 1 else (None,)
     return degree or None
 
 
@@ -241,42 +241,42 @@ def _distance(expr: sympy.Expr) -> sympy.Expr | None:
     """A difference of positions, its square or its absolute value, by `DISTANCE`; else None."""
     if expr in (K - Q, Q - K):
         return DISTANCE if expr == K - Q else -DISTANCE
-    of_difference = bool(expr.args) and expr.args[0] in (K - Q, Q - K)
-    if of_difference and isinstance(expr, sympy.Abs | Abs):
+    is_difference = bool(expr.args) and expr.args[0] in (K - Q, Q - K)
+    if is_difference and isinstance(expr, sympy.Abs | Abs):
         return Abs(DISTANCE)
-    if of_difference and isinstance(expr, sympy.Pow) and expr.args[1] == 2:
+    if is_difference and isinstance(expr, sympy.Pow) and expr.args[1] == 2:
         return DISTANCE**2
     return None
 
 
 def _bias(score: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr] | None:
-    """(a score, d, w) where the expression is the score plus d * w: d is of `DISTANCE` alone, and
-    the scores of a head share w."""
+    """(s, d, w) where the expression is s + d * w, s has the score, d depends on `DISTANCE` alone,
+    and the scores of a head share w; else None."""
     if not isinstance(score, FloatSum):
         return None
     for term, rest in (score.args, score.args[::-1]):
-        found = _with_distance(AsFloat(term))
-        sign = -1 if _is_negative(found) else 1
-        found = found.args[1] if sign < 0 and len(found.args) == 2 else found
-        pairs = [(found, sympy.S.One)]
-        if isinstance(found, FloatProduct):
-            pairs = [found.args, found.args[::-1]]
-        for of_distance, weight in pairs:
+        product = _with_distance(AsFloat(term))
+        sign = -1 if _is_negative(product) else 1
+        product = product.args[1] if sign < 0 and len(product.args) == 2 else product
+        pairs = [(product, sympy.S.One)]
+        if isinstance(product, FloatProduct):
+            pairs = [product.args, product.args[::-1]]
+        for factor, weight in pairs:
             shared = weight.free_symbols.isdisjoint((SCORE, Q, K, DISTANCE))
-            if shared and of_distance.free_symbols == {DISTANCE}:
-                return rest, of_distance, sign * weight
+            if shared and factor.free_symbols == {DISTANCE}:
+                return rest, factor, sign * weight
     return None
 
 
-def _of_product(expr: sympy.Expr) -> tuple[sympy.Expr, set[sympy.Expr]]:
-    """The expression by `PRODUCT`, with each product of the score and of factors that a head's
-    scores share as one product; and what `PRODUCT` is multiplied by."""
+def _by_product(expr: sympy.Expr) -> tuple[sympy.Expr, set[sympy.Expr]]:
+    """The expression by `PRODUCT`, where the score and factors that a head's scores share are one
+    product; and the factors of `PRODUCT`."""
     values: dict[sympy.Basic, sympy.Basic] = {}
     for part in sympy.preorder_traversal(expr):
         if SCORE in part.free_symbols and (factor := _factor_of_score(part)) is not None:
             values.setdefault(part, FloatProduct(PRODUCT, factor))
-    found = replaced(expr, values)
-    return found, {f.args[0] if f.args[1] == PRODUCT else f.args[1] for f in values.values()}
+    by_product = replaced(expr, values)
+    return by_product, {f.args[0] if f.args[1] == PRODUCT else f.args[1] for f in values.values()}
 
 
 def _factor_of_score(expr: sympy.Basic) -> sympy.Expr | None:

@@ -47,9 +47,9 @@ class Interval:
         return tuple(end for end in (self.lo, self.hi) if end is not None)
 
     def slides(self, row: sympy.Symbol) -> bool:
-        """Whether the interval of row + 8 is that of ``row``, 8 positions further."""
-        moved = (sympy.expand(end.xreplace({row: row + 8}) - end) for end in self.ends)
-        return all(difference == 8 for difference in moved)
+        """Whether the interval of row + 8 is the interval of ``row``, moved by 8 positions."""
+        moves = (sympy.expand(end.xreplace({row: row + 8}) - end) for end in self.ends)
+        return all(difference == 8 for difference in moves)
 
 
 EVERYTHING = Interval(None, None)
@@ -89,8 +89,8 @@ def reach(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval, 
 
     The flag is true if it contains no other positions (given q_lo <= q_hi).
     """
-    found, exact = _closed(mask, walk or WalkedAxis(), _reach_of_mask)
-    return found or EVERYTHING, exact
+    interval, exact = _closed(mask, walk or WalkedAxis(), _reach_of_mask)
+    return interval or EVERYTHING, exact
 
 
 def full(mask: sympy.Basic, walk: WalkedAxis | None = None) -> tuple[Interval | None, bool]:
@@ -116,18 +116,18 @@ def _closed(
     solve: Callable[[sympy.Basic, WalkedAxis], Solved],
     depth: int = 0,
 ) -> Solved:
-    """The interval of ``mask``, or a choice of two by a condition that all scores of a head share,
-    if only those of its two cases are exact: ``where(h < 4, causal, window)`` is such a mask."""
-    found = solve(mask, walk)
-    condition = None if found[1] or depth == MOST_SHARED else _shared_condition(mask)
+    """The interval of ``mask``. If it is not exact, but all scores of a head share a condition, and
+    both cases are exact, as in ``where(h < 4, causal, window)``: the choice of their intervals."""
+    solved = solve(mask, walk)
+    condition = None if solved[1] or depth == MOST_SHARED else _shared_condition(mask)
     if condition is None:
-        return found
+        return solved
     cases = []
     for value in (sympy.true, sympy.false):
         decided = mask.xreplace({condition: value, sympy.Not(condition): sympy.Not(value)})
         interval, exact = _closed(decided, walk, solve, depth + 1)
         if interval is None or not exact:
-            return found
+            return solved
         cases.append(interval)
     return _when(condition, *cases), True
 
@@ -155,10 +155,10 @@ def _reach_of_mask(mask: sympy.Basic, walk: WalkedAxis) -> Solved:
 
 def _full_of_mask(mask: sympy.Basic, walk: WalkedAxis) -> Solved:
     tree = walk.lowered(mask)
-    row, found = _row(tree, walk), _full(tree, walk)
-    if row is None or found is None:
-        return found, False
-    return found, all(_direction(end, walk) is not None for end in _ends(row))
+    row, full_interval = _row(tree, walk), _full(tree, walk)
+    if row is None or full_interval is None:
+        return full_interval, False
+    return full_interval, all(_direction(end, walk) is not None for end in _ends(row))
 
 
 # One row.
@@ -172,15 +172,15 @@ def _row(node: Node, walk: WalkedAxis) -> Interval | None:
         return _solve(node.expr, walk)
     if not isinstance(node, AllOf | AnyOf):
         return None
-    facts, others = _split_conditions(node, walk)
+    conditions, others = _split_conditions(node, walk)
     rows = [_row(part, walk) for part in others]
     solved = [row for row in rows if row is not None]
     if len(solved) < len(rows):
         return None
     if isinstance(node, AllOf):
-        return _when(sympy.And(*facts), _intersection(solved), NOTHING)
+        return _when(sympy.And(*conditions), _intersection(solved), NOTHING)
     union = _same_direction(solved)
-    return None if union is None else _when(sympy.Or(*facts), EVERYTHING, union)
+    return None if union is None else _when(sympy.Or(*conditions), EVERYTHING, union)
 
 
 def _row_condition(node: Node, walk: WalkedAxis) -> sympy.Basic | None:
@@ -250,7 +250,7 @@ def _intersection(rows: list[Interval]) -> Interval:
 
 
 def _same_direction(rows: list[Interval]) -> Interval | None:
-    """The union, when it is surely an interval: all unbounded on one side, or a single part."""
+    """The union, if it surely is an interval: one part, or all parts unbounded on one side."""
     if not rows:
         return NOTHING
     if len(rows) == 1:
@@ -262,16 +262,16 @@ def _same_direction(rows: list[Interval]) -> Interval | None:
     return None
 
 
-def _when(condition: sympy.Basic, yes: Interval, no: Interval) -> Interval:
-    """``yes`` or ``no``, chosen when the kernel runs."""
+def _when(condition: sympy.Basic, if_true: Interval, if_false: Interval) -> Interval:
+    """``if_true`` or ``if_false``, chosen when the kernel runs."""
     if condition == sympy.true:
-        return yes
+        return if_true
     if condition == sympy.false:
-        return no
-    lo = _either(condition, yes.lo, no.lo, -FAR)
-    hi = _either(condition, yes.hi, no.hi, FAR)
-    if no == NOTHING and hi is not None:
-        lo = yes.lo  # an end that no position satisfies makes the interval empty
+        return if_false
+    lo = _either(condition, if_true.lo, if_false.lo, -FAR)
+    hi = _either(condition, if_true.hi, if_false.hi, FAR)
+    if if_false == NOTHING and hi is not None:
+        lo = if_true.lo  # an end that no position satisfies makes the interval empty
     return Interval(lo, hi)
 
 
@@ -285,8 +285,8 @@ def _either(condition: sympy.Basic, a: End, b: End, infinite: sympy.Expr) -> End
 
 
 def _range(end: End, tile: TileBounds) -> Range:
-    found = Range(None, None) if end is None else range_of(end, tile)
-    return found if found.defined == sympy.true else Range(None, None)
+    result = Range(None, None) if end is None else range_of(end, tile)
+    return result if result.defined == sympy.true else Range(None, None)
 
 
 def _reach(node: Node, walk: WalkedAxis, tile: TileBounds) -> Interval:
@@ -294,11 +294,11 @@ def _reach(node: Node, walk: WalkedAxis, tile: TileBounds) -> Interval:
     if row is not None:
         return Interval(_range(row.lo, tile).lo, _range(row.hi, tile).hi)
     if isinstance(node, AllOf):
-        facts, others = _split_conditions(node, walk)
-        inner = _narrowed(facts, walk, tile)
-        found = _intersection([_reach(part, walk, inner) for part in others])
-        possible = sympy.And(*(may(fact, walk.tile) for fact in facts))
-        return _when(possible, found, NOTHING)
+        conditions, others = _split_conditions(node, walk)
+        inner = _narrowed(conditions, walk, tile)
+        interval = _intersection([_reach(part, walk, inner) for part in others])
+        possible = sympy.And(*(may(condition, walk.tile) for condition in conditions))
+        return _when(possible, interval, NOTHING)
     if isinstance(node, AnyOf):
         return _hull([_reach(part, walk, tile) for part in node.parts])
     return EVERYTHING
@@ -315,23 +315,23 @@ def _split_conditions(
     node: AllOf | AnyOf, walk: WalkedAxis
 ) -> tuple[list[sympy.Basic], list[Node]]:
     """The parts that are conditions on the row alone, and the others."""
-    facts, others = [], []
+    conditions, others = [], []
     for part in node.parts:
         condition = _row_condition(part, walk)
         if condition is None:
             others.append(part)
         else:
-            facts.append(condition)
-    return facts, others
+            conditions.append(condition)
+    return conditions, others
 
 
-def _narrowed(facts: list[sympy.Basic], walk: WalkedAxis, tile: TileBounds) -> TileBounds:
+def _narrowed(conditions: list[sympy.Basic], walk: WalkedAxis, tile: TileBounds) -> TileBounds:
     """The tile without the rows that conditions on the row alone rule out at its ends."""
     lo, hi = tile.ends[walk.fixed]
     across = WalkedAxis(walk.fixed)
-    for fact in facts:
-        rows = row_interval(fact, across)
-        if rows is None or walk.symbol in fact.free_symbols:
+    for condition in conditions:
+        rows = row_interval(condition, across)
+        if rows is None or walk.symbol in condition.free_symbols:
             continue
         if rows.lo is not None and lo is not None:
             lo = Maximum(lo, rows.lo)
@@ -348,15 +348,15 @@ def _full(node: Node, walk: WalkedAxis) -> Interval | None:
         return None if unknown else Interval(lo.hi, hi.lo)
     if isinstance(node, AllOf):
         parts = [_full(part, walk) for part in node.parts]
-        known = [part for part in parts if part is not None]
-        return _intersection(known) if len(known) == len(parts) else None
+        solved = [part for part in parts if part is not None]
+        return _intersection(solved) if len(solved) == len(parts) else None
     if isinstance(node, AnyOf):
-        facts, others = _split_conditions(node, walk)
-        always = sympy.Or(*(must(fact, walk.tile) for fact in facts))
+        conditions, others = _split_conditions(node, walk)
+        always = sympy.Or(*(must(condition, walk.tile) for condition in conditions))
         rest = [_full(part, walk) for part in others]
         # A part without a closed form only adds to the union.
-        known = [part for part in rest if part is not None and part != NOTHING]
-        union = _same_direction(known) if known else None
+        solved = [part for part in rest if part is not None and part != NOTHING]
+        union = _same_direction(solved) if solved else None
         if union is None:
             return None
         return _when(always, EVERYTHING, union)
@@ -377,7 +377,7 @@ def _parts(end: End, kind: type[sympy.Expr]) -> list[sympy.Expr]:
 
 
 def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
-    """+1, -1 or 0: how a bound moves with the row, never the other way; None when unknown."""
+    """+1, -1 or 0: the direction in which a bound moves with the row; None when unknown."""
     if walk.fixed not in expr.free_symbols:
         return 0
     if expr == walk.fixed:
@@ -389,14 +389,14 @@ def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
             sign = 1 if weight.is_nonnegative else -1 if weight.is_nonpositive else None
             move = None if isinstance(atom, sympy.Mul) else _direction(atom, walk)
             moves.append(None if sign is None or move is None else sign * move)
-        return _agreed(moves)
+        return _common_direction(moves)
     if isinstance(expr, Minimum | Maximum):
-        return _agreed([_direction(arg, walk) for arg in expr.args])
+        return _common_direction([_direction(arg, walk) for arg in expr.args])
     if isinstance(expr, sympy.Piecewise | Select):
         branches, last = branches_of(expr)
         if any(walk.fixed in condition.free_symbols for _, condition in branches):
             return None
-        return _agreed([_direction(value, walk) for value in (*dict(branches), last)])
+        return _common_direction([_direction(value, walk) for value in (*dict(branches), last)])
     if isinstance(expr, ShiftLeft | ShiftRight) or (
         isinstance(expr, FloorDiv) and expr.args[1].is_nonnegative
     ):
@@ -404,11 +404,11 @@ def _direction(expr: sympy.Expr, walk: WalkedAxis) -> int | None:
     return None
 
 
-def _agreed(moves: list[int | None]) -> int | None:
+def _common_direction(moves: list[int | None]) -> int | None:
     if any(move is None for move in moves):
         return None
-    found = {move for move in moves if move}
-    return None if len(found) > 1 else (found.pop() if found else 0)
+    nonzero = {move for move in moves if move}
+    return None if len(nonzero) > 1 else (nonzero.pop() if nonzero else 0)
 
 
 def _union_is_hull(row: Interval, walk: WalkedAxis) -> bool:
@@ -417,7 +417,7 @@ def _union_is_hull(row: Interval, walk: WalkedAxis) -> bool:
     All bounds must move the same way, and where there are bounds on both sides the
     interval of each row must be non-empty and touch its neighbour's.
     """
-    move = _agreed([_direction(end, walk) for end in _ends(row)])
+    move = _common_direction([_direction(end, walk) for end in _ends(row)])
     if move is None:
         return False
     if move == 0 or row.lo is None or row.hi is None:
@@ -432,6 +432,6 @@ def _union_is_hull(row: Interval, walk: WalkedAxis) -> bool:
 
 
 def _never_negative(expr: sympy.Expr, walk: WalkedAxis) -> bool:
-    everywhere = bounds({walk.fixed: (None, None)})
-    low = range_of(expanded(expr), everywhere).lo
+    unbounded = bounds({walk.fixed: (None, None)})
+    low = range_of(expanded(expr), unbounded).lo
     return low is not None and limits(low)[0] >= 0

@@ -42,7 +42,7 @@ from flashgen.spec.language.tensor_elements import Element
 
 
 class Level(IntEnum):
-    """What shares a value: all scores of a head, those of a query or of a key, or a single one."""
+    """Which scores share a value: all of a head, all of a query, all of a key, or a single one."""
 
     HEAD = 0
     QUERY = 1
@@ -87,20 +87,22 @@ class LeveledCode:
     Attributes:
         block: the code.
         levels: the level of each let.
-        kept: the lets that are computed for their level and read by later levels.
+        shared: the lets that are computed for their level and read by later levels.
     """
 
     block: CodeBlock
     levels: dict[sympy.Symbol, Level]
-    kept: frozenset[sympy.Symbol]
+    shared: frozenset[sympy.Symbol]
 
     def values(self, level: Level) -> list[sympy.Symbol]:
-        """The lets that are kept for a level, in order."""
-        found = self.levels.items()
-        return [symbol for symbol, of in found if symbol in self.kept and of == level]
+        """The shared lets of a level, in order."""
+        levels = self.levels.items()
+        return [
+            symbol for symbol, let_level in levels if symbol in self.shared and let_level == level
+        ]
 
     def needed(self, level: Level, result: int | None = None) -> list[sympy.Symbol]:
-        """The lets that the code of a level computes, in order, without those kept earlier.
+        """The lets that the code of a level computes, in order, without earlier shared lets.
 
         Args:
             result: the number of the only result that the last level computes; None for all.
@@ -120,8 +122,8 @@ class LeveledCode:
         return [symbol for symbol in values if symbol in needed]
 
     def before(self, level: Level) -> set[sympy.Symbol]:
-        """The kept lets that the code of a level reads instead of computing them."""
-        return {symbol for symbol in self.kept if self.levels[symbol] < level}
+        """The shared lets that the code of a level reads instead of computing them."""
+        return {symbol for symbol in self.shared if self.levels[symbol] < level}
 
 
 def leveled(
@@ -153,28 +155,28 @@ def leveled(
         values[symbol] = frozenset().union(
             free & _POSITIONS, *(values[let] for let in free & values.keys())
         )
-    whole = dict(zip(block.lets, block.sources, strict=True))
+    source_of_let = dict(zip(block.lets, block.sources, strict=True))
     return LeveledCode(
         block,
         {symbol: _level(uses) for symbol, uses in values.items()},
-        frozenset(symbol for (symbol, _), source in whole.items() if source in chosen),
+        frozenset(symbol for (symbol, _), source in source_of_let.items() if source in chosen),
     )
 
 
 def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, Level]]:
-    """The largest costly parts of each level below that of what they are part of, in order."""
+    """The largest costly parts whose level is below the level of their context, in order."""
     uses: dict[sympy.Basic, frozenset[sympy.Symbol]] = {}
     costs: dict[sympy.Basic, bool] = {}
     seen: set[tuple[sympy.Basic, Level]] = set()
-    found: dict[sympy.Basic, Level] = {}
+    invariants: dict[sympy.Basic, Level] = {}
 
     def measure(expr: sympy.Basic) -> None:
         if expr in uses:
             return
         for arg in expr.args:
             measure(arg)
-        own = frozenset((expr.free_symbols if isinstance(expr, Let) else {expr}) & _POSITIONS)
-        uses[expr] = own.union(*(uses[arg] for arg in expr.args))
+        positions = frozenset((expr.free_symbols if isinstance(expr, Let) else {expr}) & _POSITIONS)
+        uses[expr] = positions.union(*(uses[arg] for arg in expr.args))
         costs[expr] = _is_costly(expr) or any(costs[arg] for arg in expr.args)
 
     def visit(expr: sympy.Basic, outer: Level) -> None:
@@ -183,7 +185,7 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
             return
         seen.add((expr, outer))
         if level < outer and worth_a_name(expr):
-            found.setdefault(expr, level)
+            invariants.setdefault(expr, level)
             outer = level
         for arg in expr.args:
             visit(arg, outer)
@@ -195,14 +197,14 @@ def _invariants(results: Sequence[sympy.Basic]) -> Iterator[tuple[sympy.Basic, L
     for result in results:
         measure(result)
         visit(result, Level.SCORE)
-    yield from found.items()
+    yield from invariants.items()
 
 
 def _level(uses: frozenset[sympy.Symbol]) -> Level:
-    of_query, of_key = not uses.isdisjoint(_QUERIES), not uses.isdisjoint(_KEYS)
-    if not _SCORES.isdisjoint(uses) or (of_query and of_key):
+    uses_query, uses_key = not uses.isdisjoint(_QUERIES), not uses.isdisjoint(_KEYS)
+    if not _SCORES.isdisjoint(uses) or (uses_query and uses_key):
         return Level.SCORE
-    return Level.QUERY if of_query else Level.KEY if of_key else Level.HEAD
+    return Level.QUERY if uses_query else Level.KEY if uses_key else Level.HEAD
 
 
 def _is_costly(expr: sympy.Basic) -> bool:

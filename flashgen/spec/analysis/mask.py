@@ -44,7 +44,7 @@ class MaskAnalysis:
 
     @property
     def growth(self) -> int:
-        """1 if later tiles reach more than earlier ones, -1 if less, 0 if both ends move.
+        """1 if later tiles reach more positions, -1 if they reach fewer, 0 if both ends move.
 
         It is also 0 if no bound depends on the tile.
         """
@@ -64,12 +64,12 @@ class MaskAnalysis:
 
     @property
     def bounded(self) -> bool:
-        """Whether there are bounds, and they alone decide which tiles are visited."""
+        """Whether the mask has bounds, and these alone decide which tiles are visited."""
         return self.reach_exact and (self.reach.lo is not None or self.reach.hi is not None)
 
     @property
     def minmax_tables(self) -> tuple[tuple[TensorSymbol, int], ...]:
-        """The tensors, each with an axis, whose min/max tables the conditions and bounds read."""
+        """The min/max tables that the conditions and bounds read: a tensor and an axis each."""
         ends = (
             end for i in (self.reach, self.full) if i for end in (i.lo, i.hi) if end is not None
         )
@@ -78,7 +78,7 @@ class MaskAnalysis:
             for expr in (self.may, self.must, *ends)
             for extreme in atoms_of(expr, Extreme)
         }
-        return tuple(sorted(read, key=lambda each: (each[0].name, each[1])))
+        return tuple(sorted(read, key=lambda table: (table[0].name, table[1])))
 
 
 def analyse_mask(mask: sympy.Basic, walk: WalkedAxis | None = None) -> MaskAnalysis:

@@ -16,7 +16,7 @@ from flashgen.spec.language.sympy_functions import FloorMod, Maximum, Minimum
 
 @dataclass(frozen=True)
 class AllOf:
-    """A conjunction: every part holds, as does ``whole``, whose cases the parts are."""
+    """A conjunction: every part holds. The parts are the cases of ``whole``, which holds too."""
 
     parts: tuple[Node, ...]
     whole: AtLeast0 | None = None
@@ -24,7 +24,7 @@ class AllOf:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """A disjunction: at least one part holds, and so does ``whole``, whose cases the parts are."""
+    """A disjunction: a part holds. The parts are the cases of ``whole``, which holds then."""
 
     parts: tuple[Node, ...]
     whole: AtLeast0 | None = None
@@ -81,20 +81,20 @@ def lower(
         return lower(condition.args[0], tile, split, not negate)
     if isinstance(condition, sympy.And | sympy.Or):
         parts = tuple(lower(arg, tile, split, negate) for arg in condition.args)
-        both = isinstance(condition, sympy.And) != negate
-        return AllOf(parts) if both else AnyOf(parts)
+        is_conjunction = isinstance(condition, sympy.And) != negate
+        return AllOf(parts) if is_conjunction else AnyOf(parts)
     if isinstance(condition, Relational):
         return _relation(sympy.Not(condition) if negate else condition, tile, split)
     return Fact(sympy.Not(condition) if negate else condition)
 
 
-def _relation(rel: Relational, tile: TileBounds, split: Callable[[sympy.Expr], bool]) -> Node:
-    if isinstance(rel, sympy.Not | FloatRelation):
-        return Fact(rel)
-    left, right = rel.lhs, rel.rhs
+def _relation(relation: Relational, tile: TileBounds, split: Callable[[sympy.Expr], bool]) -> Node:
+    if isinstance(relation, sympy.Not | FloatRelation):
+        return Fact(relation)
+    left, right = relation.lhs, relation.rhs
     gap = expanded(left - right)
-    if isinstance(rel, sympy.Eq | sympy.Ne):
-        equal = isinstance(rel, sympy.Eq)
+    if isinstance(relation, sympy.Eq | sympy.Ne):
+        equal = isinstance(relation, sympy.Eq)
         congruence = _congruence(gap, tile, equal)
         if congruence is not None:
             return congruence
@@ -102,7 +102,7 @@ def _relation(rel: Relational, tile: TileBounds, split: Callable[[sympy.Expr], b
             return AllOf((_at_least_0(gap, tile, split), _at_least_0(-gap, tile, split)))
         return AnyOf((_at_least_0(gap - 1, tile, split), _at_least_0(-gap - 1, tile, split)))
     excess = {sympy.Ge: gap, sympy.Gt: gap - 1, sympy.Le: -gap, sympy.Lt: -gap - 1}
-    return _at_least_0(excess[rel.func], tile, split)
+    return _at_least_0(excess[relation.func], tile, split)
 
 
 def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:
@@ -124,8 +124,8 @@ def _congruence(gap: sympy.Expr, tile: TileBounds, equal: bool) -> Node | None:
 def _at_least_0(expr: sympy.Expr, tile: TileBounds, split: Callable[[sympy.Expr], bool]) -> Node:
     """``expr >= 0``, by cases.
 
-    Those of a sum of several functions, as in ``abs(x) + abs(y) <= r``, are weaker than the sum
-    where one of the functions has a tight range and the other has none: the tree has both.
+    The cases of a sum of several functions, as in ``abs(x) + abs(y) <= r``, are weaker than the sum
+    where one function has a tight range and the other has none: the tree has the cases and the sum.
     """
     node = _by_cases(expr, tile, split)
     if isinstance(node, AllOf | AnyOf):
@@ -152,8 +152,8 @@ def _by_cases(
 
         if isinstance(atom, sympy.Abs):
             x = atom.args[0]
-            both = (case(x), case(-x))
-            return AnyOf(both) if sign > 0 else AllOf(both)
+            signs = (case(x), case(-x))
+            return AnyOf(signs) if sign > 0 else AllOf(signs)
         if isinstance(atom, Minimum | Maximum):
             cases = tuple(case(arg) for arg in atom.args)
             any_suffices = isinstance(atom, Maximum) == (sign > 0)
@@ -161,9 +161,9 @@ def _by_cases(
         if isinstance(atom, sympy.Piecewise):  # an alternative per branch, under its conditions
             alternatives, before = [], sympy.true
             for value, condition in atom.args:
-                taken = sympy.And(before, condition)
-                if taken != sympy.false:
-                    alternatives.append(AllOf((lower(taken, tile, split), case(value))))
+                chosen = sympy.And(before, condition)
+                if chosen != sympy.false:
+                    alternatives.append(AllOf((lower(chosen, tile, split), case(value))))
                 before = sympy.And(before, sympy.Not(condition))
             return AnyOf(tuple(alternatives))
     return AtLeast0(expr)

@@ -49,18 +49,18 @@ class MinMaxTable:
         first, last = first // SPAN, last // SPAN
         level = np.frexp((last - first + 1).astype(float))[1] - 1  # floor of log2, exact
         first, last, level, *rest = np.broadcast_arrays(first, last, level, *others)
-        found = np.empty(level.shape, dtype=np.int64)
+        result = np.empty(level.shape, dtype=np.int64)
         for n in np.unique(level):
-            here = level == n
+            at_level = level == n
             table = self.levels[n]
             row = tuple(
-                np.clip(other[here], 0, size - 1)
+                np.clip(other[at_level], 0, size - 1)
                 for other, size in zip(rest, table.shape[:-1], strict=True)
             )
-            found[here] = self.combine(
-                table[(*row, first[here])], table[(*row, last[here] - (1 << n) + 1)]
+            result[at_level] = self.combine(
+                table[(*row, first[at_level])], table[(*row, last[at_level] - (1 << n) + 1)]
             )
-        return found if found.ndim else found.item()
+        return result if result.ndim else result.item()
 
 
 _tables: dict[tuple[int, int, bool], tuple[Any, MinMaxTable]] = {}
@@ -69,9 +69,9 @@ _tables: dict[tuple[int, int, bool], tuple[Any, MinMaxTable]] = {}
 def table_of(tensor: Array, axis: int, least: bool) -> MinMaxTable:
     """The table of a tensor, cached while the array object exists; the array must not change."""
     key = id(tensor), axis, least
-    known = _tables.get(key)
-    if known is None or known[0]() is not tensor:
+    cached = _tables.get(key)
+    if cached is None or cached[0]() is not tensor:
         reference = weakref.ref(tensor, lambda _: _tables.pop(key, None))
-        known = reference, MinMaxTable(tensor, axis, least)
-        _tables[key] = known
-    return known[1]
+        cached = reference, MinMaxTable(tensor, axis, least)
+        _tables[key] = cached
+    return cached[1]

@@ -31,54 +31,54 @@ class NaturalMod(FloorMod):
     natural = True
 
 
-Facts = frozenset[sympy.Expr]
-_MOST_FACTS = 8  # of those that have a symbol of a numerator
+Nonnegative = frozenset[sympy.Expr]
+_MOST_NUMBERS = 8  # of those that have a symbol of a numerator
 
 
-def with_natural_divisions(mask: sympy.Basic, positions: Facts = frozenset()) -> sympy.Basic:
-    """The mask with `NaturalDiv` and `NaturalMod` for the divisions of which this holds everywhere.
+def with_natural_divisions(mask: sympy.Basic, positions: Nonnegative = frozenset()) -> sympy.Basic:
+    """The mask with `NaturalDiv` and `NaturalMod` for its divisions that are natural everywhere.
 
     An index of a tensor and a divisor are computed whatever the mask is, and keep their divisions.
 
     Args:
-        positions: those of `Q` and `K` that are not negative wherever the mask decides a score.
+        positions: `Q`, `K` or both, if they are not negative wherever the mask decides a score.
     """
     holds: dict[sympy.Expr, bool] = {}
-    seen: set[tuple[sympy.Basic, Facts]] = set()
+    seen: set[tuple[sympy.Basic, Nonnegative]] = set()
 
-    def visit(part: sympy.Basic, facts: Facts) -> None:
-        """``facts``: integers that are not negative where the value of the part is used."""
-        if (part, facts) in seen or isinstance(part, Let):
+    def visit(part: sympy.Basic, nonnegative: Nonnegative) -> None:
+        """``nonnegative``: integers that are not negative where the value of the part is used."""
+        if (part, nonnegative) in seen or isinstance(part, Let):
             return
-        seen.add((part, facts))
+        seen.add((part, nonnegative))
         if isinstance(part, FloorDiv | FloorMod) and is_int(part):
             a, b = part.args
-            natural = limits(b)[0] > 0 and _is_natural(a, facts)
+            natural = limits(b)[0] > 0 and _is_natural(a, nonnegative)
             holds[part] = natural and holds.get(part, True)
-            visit(a, facts)
+            visit(a, nonnegative)
             visit(b, frozenset())
             return
         if isinstance(part, TensorRead):
-            facts = frozenset()
+            nonnegative = frozenset()
         # Where an operand decides, by being false in an and, true in an or, the others do not.
-        stated: list[set[sympy.Expr]] = [set() for _ in part.args]
+        stated_by_arg: list[set[sympy.Expr]] = [set() for _ in part.args]
         if isinstance(part, sympy.And | sympy.Or):
             negated = isinstance(part, sympy.Or)
-            stated = [set(_stated(arg, negated=negated)) for arg in part.args]
-        for place, arg in enumerate(part.args):
-            visit(arg, facts.union(*stated[:place], *stated[place + 1 :]))
+            stated_by_arg = [set(_stated(arg, negated=negated)) for arg in part.args]
+        for index, arg in enumerate(part.args):
+            visit(arg, nonnegative.union(*stated_by_arg[:index], *stated_by_arg[index + 1 :]))
 
     visit(mask, positions)
-    made: dict[sympy.Basic, sympy.Basic] = {}
+    results: dict[sympy.Basic, sympy.Basic] = {}
 
     def rebuilt(part: sympy.Basic) -> sympy.Basic:
-        if part not in made:
+        if part not in results:
             args = [rebuilt(arg) for arg in part.args]
             same = all(new is old for new, old in zip(args, part.args, strict=True))
             kind = _KINDS[part.func] if holds.get(part) else part.func
             options = {"evaluate": False} if isinstance(part, sympy.Piecewise | Relational) else {}
-            made[part] = part if same and kind == part.func else kind(*args, **options)
-        return made[part]
+            results[part] = part if same and kind == part.func else kind(*args, **options)
+        return results[part]
 
     return rebuilt(mask) if any(holds.values()) else mask
 
@@ -86,28 +86,28 @@ def with_natural_divisions(mask: sympy.Basic, positions: Facts = frozenset()) ->
 _KINDS = {FloorDiv: NaturalDiv, FloorMod: NaturalMod}
 
 
-def _is_natural(number: sympy.Expr, facts: Facts) -> bool:
-    """Whether the number is at least 0, or a fact, or the sum of two facts."""
-    near = [fact for fact in facts if not fact.free_symbols.isdisjoint(number.free_symbols)]
-    near = sorted(near, key=sympy.default_sort_key)[:_MOST_FACTS]
+def _is_natural(number: sympy.Expr, nonnegative: Nonnegative) -> bool:
+    """Whether the number is at least 0, or one of ``nonnegative``, or the sum of two of them."""
+    near = [x for x in nonnegative if not x.free_symbols.isdisjoint(number.free_symbols)]
+    near = sorted(near, key=sympy.default_sort_key)[:_MOST_NUMBERS]
     return any(
-        limits(number - sympy.Add(*some))[0] >= 0
+        limits(number - sympy.Add(*terms))[0] >= 0
         for count in range(3)
-        for some in combinations_with_replacement(near, count)
+        for terms in combinations_with_replacement(near, count)
     )
 
 
 def _stated(condition: sympy.Basic, *, negated: bool) -> Iterator[sympy.Expr]:
-    """The integers of which a comparison, or its negation, states that they are not negative.
+    """The integers that a comparison, or its negation, states to be not negative.
 
-    A comparison that divides states none: its own numerator might rest on what it guards.
+    A comparison with a division states nothing: it might itself guard the numerator.
     """
     if not isinstance(condition, Relational) or contains(condition, FloorDiv, FloorMod):
         return
     if not all(map(is_int, condition.args)):  # the negation of floats is no comparison: NaN
         return
-    known = condition.negated if negated else condition
-    left, right, sign = known.lhs, known.rhs, known.rel_op
+    relation = condition.negated if negated else condition
+    left, right, sign = relation.lhs, relation.rhs, relation.rel_op
     if sign in (">", ">=", "=="):
         yield left - right - int(sign == ">")
     if sign in ("<", "<=", "=="):

@@ -78,12 +78,12 @@ def range_of(expr: sympy.Expr, tile: TileBounds) -> Range:
         return Range(expr, expr)
     if expr in tile.ends:
         return Range(*tile.ends[expr])
-    found: Range | None = tile.ranges.get(expr)
-    if found is None:
-        found = _range(expr, tile) if tile.effort.spend() else UNKNOWN
-        lo, hi = (None if end is None else named(end) for end in (found.lo, found.hi))
-        found = tile.ranges[expr] = Range(lo, hi, named(found.defined))
-    return found
+    result: Range | None = tile.ranges.get(expr)
+    if result is None:
+        result = _range(expr, tile) if tile.effort.spend() else UNKNOWN
+        lo, hi = (None if end is None else named(end) for end in (result.lo, result.hi))
+        result = tile.ranges[expr] = Range(lo, hi, named(result.defined))
+    return result
 
 
 def _range(expr: sympy.Expr, tile: TileBounds) -> Range:
@@ -140,7 +140,7 @@ def _element(expr: Element, tile: TileBounds) -> Range:
     index = range_of(expr.indices[axis], tile)
     if index.lo is None or index.hi is None or index.defined != sympy.true:
         return anything
-    others = (i for place, i in enumerate(expr.indices) if place != axis)
+    others = (i for n, i in enumerate(expr.indices) if n != axis)
     args = (expr.tensor, sympy.Integer(axis), index.lo, index.hi, *others)
     return Range(Least(*args), Greatest(*args))
 
@@ -186,16 +186,16 @@ def _pieces(
     atoms: Mapping[sympy.Expr, sympy.Expr], tile: TileBounds
 ) -> list[tuple[sympy.Expr, Range]]:
     """(weight, range) of each atom; two floor divisions at a constant distance are one piece."""
-    left = dict(atoms)
+    remaining = dict(atoms)
     pieces: list[tuple[sympy.Expr, Range]] = []
-    for atom in list(left):
-        if atom not in left:
+    for atom in list(remaining):
+        if atom not in remaining:
             continue
-        weight = left.pop(atom)
-        for other in list(left):
+        weight = remaining.pop(atom)
+        for other in list(remaining):
             step = _step_between(atom, other, tile)
-            if step is not None and weight + left[other] == 0:
-                del left[other]
+            if step is not None and weight + remaining[other] == 0:
+                del remaining[other]
                 divisor = atom.args[1]
                 ends = (FloorDiv(step, divisor), -FloorDiv(-step, divisor))
                 pieces.append((weight, Range(*ends)))
@@ -219,7 +219,7 @@ def _step_between(a: sympy.Expr, b: sympy.Expr, tile: TileBounds) -> sympy.Expr 
 def _within_form(
     atoms: Mapping[sympy.Expr, sympy.Expr], lo: End, hi: End, tile: TileBounds
 ) -> tuple[End, End]:
-    """The ends, tightened by the context's bounds of the same linear form."""
+    """The ends, narrowed by the bounds that the context has for the same linear form."""
     named = normal_form(atoms)
     if named is None or named[0] not in tile.forms:
         return lo, hi
@@ -261,22 +261,22 @@ def _choice(expr: sympy.Expr, tile: TileBounds) -> Range:
     result = range_of(last, tile)
     for value, condition in reversed(branches):
         part = range_of(value, tile)
-        yes, some = tile.must_and_may(condition, tile)
+        must, may = tile.must_and_may(condition, tile)
         result = Range(
-            _joined(yes, some, part.lo, result.lo, least),
-            _joined(yes, some, part.hi, result.hi, greatest),
+            _joined(must, may, part.lo, result.lo, least),
+            _joined(must, may, part.hi, result.hi, greatest),
             sympy.And(part.defined, result.defined),
         )
     return result
 
 
-def _joined(yes: sympy.Basic, some: sympy.Basic, a: End, b: End, join: Callable[..., End]) -> End:
+def _joined(must: sympy.Basic, may: sympy.Basic, a: End, b: End, join: Callable[..., End]) -> End:
     if a is None or b is None:
         return None
-    either = join(a, b)
-    if either == a:
-        return Select(some, a, b)
-    return Select(yes, a, b) if either == b else Select(yes, a, Select(some, either, b))
+    joined = join(a, b)
+    if joined == a:
+        return Select(may, a, b)
+    return Select(must, a, b) if joined == b else Select(must, a, Select(may, joined, b))
 
 
 def _quotient(expr: sympy.Expr, tile: TileBounds) -> Range:
@@ -315,16 +315,16 @@ def _remainder(expr: sympy.Expr, tile: TileBounds) -> Range:
     if x.lo is None or x.hi is None or tile.varies(divisor):
         return Range(lowest, highest, defined)
     # Within one period the remainder increases with x.
-    together = sympy.Eq(FloorDiv(x.lo, divisor), FloorDiv(x.hi, divisor))
+    same_quotient = sympy.Eq(FloorDiv(x.lo, divisor), FloorDiv(x.hi, divisor))
     return Range(
-        Select(together, FloorMod(x.lo, divisor), lowest),
-        Select(together, FloorMod(x.hi, divisor), highest),
+        Select(same_quotient, FloorMod(x.lo, divisor), lowest),
+        Select(same_quotient, FloorMod(x.hi, divisor), highest),
         defined,
     )
 
 
 def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
-    """The range of an operation on bits, of the ranges of its arguments."""
+    """The range of an operation on bits, from the ranges of its arguments."""
     everything = Range(*map(sympy.Integer, limits(expr)))
     ends = [(part.lo, part.hi) for part in parts]
     if any(end is None for pair in ends for end in pair):
@@ -339,15 +339,15 @@ def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
         return Range(Minimum(*lo), Maximum(*hi))
     if not all(fits(end, 31) for pair in ends for end in pair):
         return everything
-    known = [_known_bits(lo, hi) for lo, hi in ends]
+    known_bits = [_known_bits(lo, hi) for lo, hi in ends]
     if isinstance(expr, Popcount):
-        return Range(*map(Popcount, known[0]))
+        return Range(*map(Popcount, known_bits[0]))
     if isinstance(expr, BitAnd | BitOr):
-        lo, hi = (expr.func(*bits) for bits in zip(*known, strict=True))
+        lo, hi = (expr.func(*bits) for bits in zip(*known_bits, strict=True))
     elif isinstance(expr, BitXor):
-        different = BitOr(*(BitXor(*bits) for bits in known))
-        one = BitXor(*(bits[0] for bits in known))
-        lo, hi = BitAnd(one, -1 - different), BitOr(one, different)
+        different = BitOr(*(BitXor(*bits) for bits in known_bits))
+        lowest = BitXor(*(bits[0] for bits in known_bits))
+        lo, hi = BitAnd(lowest, -1 - different), BitOr(lowest, different)
     else:
         return everything
     if limits(hi)[0] >= 0 or limits(lo)[1] < 0:
@@ -357,7 +357,7 @@ def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
 
 
 def _known_bits(lo: sympy.Expr, hi: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """The bits that all numbers from lo to hi have, and those that any of them has."""
+    """The bits that all numbers from lo to hi have, and the bits that any of them has."""
     if lo == hi:
         return lo, hi
     different = Filled(BitXor(lo, hi))

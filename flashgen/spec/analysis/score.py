@@ -85,15 +85,15 @@ def derivative(score: sympy.Expr, by: sympy.Expr = SCORE) -> sympy.Expr:
             if by in let.free_symbols and by not in let.slopes and not is_condition(let):
                 let.slopes[by] = named(_in_and_or(_differentiated(let.value, by)))
         return named(_in_and_or(_differentiated(score, by)))
-    (found,) = derivatives(score, [by])
-    return found
+    (slope,) = derivatives(score, [by])
+    return slope
 
 
 def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Expr]:
-    """The derivatives by several elements, as `derivative`.
+    """The derivatives by several elements, each as from `derivative`.
 
-    Of a large expression in reverse mode: the derivative by each part, from the last one to the
-    first, then those by the elements in each part. The time does not depend on their number.
+    A large expression is differentiated in reverse mode: by each part, from the last one to the
+    first, then by the elements in each part. The time does not depend on the number of elements.
     """
     tensors = {element.tensor for element in elements}
     parts: list[Let | None] = [None, *reversed(lets_of(score))] if elements else []
@@ -103,8 +103,8 @@ def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Ex
             outer = named(sympy.Add(*terms[part]))
             value = score if part is None else part.value
             read = [element for element in elements if value.has(element)]
-            inners: list[sympy.Expr] = [*direct_lets(value), *read]
-            for inner in inners:
+            variables: list[sympy.Expr] = [*direct_lets(value), *read]
+            for inner in variables:
                 if not (is_condition(inner) or tensors.isdisjoint(inner.free_symbols)):
                     terms.setdefault(inner, []).append(_chained(outer, _by_part(value, inner)))
     return [named(sympy.Add(*terms.get(element, ()))) for element in elements]
@@ -113,8 +113,8 @@ def derivatives(score: sympy.Expr, elements: Sequence[Element]) -> list[sympy.Ex
 def _by_part(value: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
     """The derivative by a Let or an element, with all other parts constant."""
     stand_in = sympy.Symbol(".part", real=True)  # no scalar has this name
-    found = _differentiated(replaced(value, {part: stand_in}), stand_in)
-    return _in_and_or(substituted(found, {stand_in: part}))
+    slope = _differentiated(replaced(value, {part: stand_in}), stand_in)
+    return _in_and_or(substituted(slope, {stand_in: part}))
 
 
 def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
@@ -128,8 +128,8 @@ def _chained(outer: sympy.Expr, inner: sympy.Expr) -> sympy.Expr:
     if outer.is_number or inner.is_number or not chosen:
         return outer * inner
     # Of names, because sympy multiplies out the choices of two sides that it compares.
-    outer, inner = (Let(each) if each.args else each for each in (outer, inner))
-    none = sympy.Or(*(relation(sympy.Eq, each, sympy.S.Zero) for each in (outer, inner)))
+    outer, inner = (Let(slope) if slope.args else slope for slope in (outer, inner))
+    none = sympy.Or(*(relation(sympy.Eq, slope, sympy.S.Zero) for slope in (outer, inner)))
     return unless(none, outer * inner)
 
 
@@ -138,20 +138,20 @@ _CHOICES = (sympy.Piecewise, Minimum, Maximum)
 
 def _differentiated(score: sympy.Expr, by: sympy.Symbol) -> sympy.Expr:
     # Conditions are hidden behind names, because sympy would rewrite them.
-    choices = [each for each in distinct(score) if isinstance(each, sympy.Piecewise)]
+    choices = [part for part in distinct(score) if isinstance(part, sympy.Piecewise)]
     names = {c: Let(c) for choice in choices for _, c in choice.args if c.args}
     # So are signs, which are constant between their steps: sympy would add a Dirac delta at 0.
-    for sign in (each for each in distinct(score) if isinstance(each, sympy.sign)):
+    for sign in (part for part in distinct(score) if isinstance(part, sympy.sign)):
         names[sign] = Let(sign)
         names[sign].slopes[by] = sympy.S.Zero
     hidden, sides = _with_named_sides(replaced(score, names), by)
-    found = _without_idle_shares(sympy.diff(hidden, by))
+    slope = _without_idle_shares(sympy.diff(hidden, by))
     values: dict[sympy.Basic, sympy.Basic] = {let: c for c, let in names.items()}
     for let in sides:
         value = replaced(let.value, values)
         if value != let.value:
             values[let] = Let(value)
-    return replaced(found, values)
+    return replaced(slope, values)
 
 
 def _without_idle_shares(slope: sympy.Expr) -> sympy.Expr:
@@ -165,10 +165,10 @@ def _without_idle_shares(slope: sympy.Expr) -> sympy.Expr:
         powers = (factor.as_base_exp() for factor in product.args)
         bases = {base for base, exponent in powers if exponent.is_positive}
         shares = {
-            extremum.fdiff(place)
+            extremum.fdiff(index)
             for extremum in bases
             if isinstance(extremum, Minimum | Maximum) and sympy.S.Zero in extremum.args
-            for place, arg in enumerate(extremum.args, 1)
+            for index, arg in enumerate(extremum.args, 1)
             if arg != 0 and len(extremum.args) == 2
         }
         if shares.intersection(product.args):
@@ -185,7 +185,7 @@ def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, l
     Returns:
         The expression, and these Lets, inner ones first.
     """
-    made: list[Let] = []
+    lets: list[Let] = []
 
     def with_names(function: sympy.Expr) -> sympy.Expr:
         sides = []
@@ -194,11 +194,11 @@ def _with_named_sides(expr: sympy.Expr, by: sympy.Symbol) -> tuple[sympy.Expr, l
                 slope = sympy.diff(side, by)
                 side = Let(side)
                 side.slopes[by] = slope
-                made.append(side)
+                lets.append(side)
             sides.append(side)
         return function.func(*sides, evaluate=False)
 
-    return expr.replace(lambda part: isinstance(part, _COMPARED), with_names), made
+    return expr.replace(lambda part: isinstance(part, _COMPARED), with_names), lets
 
 
 _COMPARED = (Minimum, Maximum, Atan2, FloatPower)
@@ -208,7 +208,7 @@ _COMPARED = (Minimum, Maximum, Atan2, FloatPower)
 def _in_and_or(expr: sympy.Expr) -> sympy.Expr:
     """The expression without ITE, which sympy makes of a choice inside a comparison."""
     while True:
-        ites = [each for each in distinct(expr) if isinstance(each, sympy.ITE)]
+        ites = [part for part in distinct(expr) if isinstance(part, sympy.ITE)]
         inner = [ite for ite in ites if not ite.args[0].has(sympy.ITE)]
         if not inner:
             return expr

@@ -38,15 +38,15 @@ class CodeBlock:
 
     def stages(self) -> list[tuple[list[sympy.Symbol], sympy.Basic]]:
         """Each result with the lets that it needs and no earlier result needs, in their order."""
-        values, known = dict(self.lets), set[sympy.Symbol]()
+        values, placed = dict(self.lets), set[sympy.Symbol]()
         stages = []
         for result in self.results:
             needed, waiting = set[sympy.Symbol](), [result]
             while waiting:
-                new = (waiting.pop().free_symbols & values.keys()) - needed - known
+                new = (waiting.pop().free_symbols & values.keys()) - needed - placed
                 needed |= new
                 waiting += [values[symbol] for symbol in new]
-            known |= needed
+            placed |= needed
             stages.append(([symbol for symbol in values if symbol in needed], result))
         return stages
 
@@ -57,14 +57,14 @@ def share(
 ) -> CodeBlock:
     """Name every computed subexpression that occurs more than once.
 
-    Equal subtrees only: regrouping sums and products would change rounding. The order is that of
-    first use, so the same expressions always give the same names.
+    Only equal subtrees share a name: regrouping sums and products would change rounding. Names are
+    in the order of first use, so the same expressions always give the same names.
 
     Args:
         name_costly: also name elements of tensors and divisions that occur once, and tests for
             multiples in place of their divisions. The compiler can then share them among the scores
             of a row or column, which it cannot do behind ``&&``.
-        named: further expressions that have a name where they occur once too.
+        named: further expressions that have a name even if they occur once.
     """
     parts = list(distinct(*parts_of(*results)))
     uses = Counter(arg for part in parts for arg in part.args if isinstance(arg, FloorMod))
@@ -81,7 +81,7 @@ def share(
 def is_divisibility(expr: sympy.Basic) -> bool:
     """True for a test whether the remainder of integers is 0, or not 0.
 
-    It takes less than the remainder, if it is not needed for anything else.
+    The test takes less time than the remainder, if nothing else needs the remainder.
     """
     return (
         isinstance(expr, sympy.Eq | sympy.Ne)
@@ -99,8 +99,8 @@ def share_evaluated(*results: sympy.Basic, first_let: int = 0) -> CodeBlock:
     Code that computes the results one by one, each after the names that it needs, therefore
     divides by no number that a condition guards, and may stop after any of them.
 
-    Divisions, elements, choices and clamped values have names where they occur once too, for
-    readability.
+    For readability, divisions, elements, choices and clamped values have names even if they occur
+    once.
 
     Args:
         first_let: number of the first name, for a block inside another that has names too.
@@ -221,7 +221,7 @@ def _evaluated_args(expr: sympy.Basic) -> list[bool]:
     if isinstance(expr, Select):
         return [True, False, False]
     if isinstance(expr, sympy.Piecewise):
-        return [place == 0 for place in range(len(expr.args))]
+        return [index == 0 for index in range(len(expr.args))]
     if isinstance(expr, sympy.functions.elementary.piecewise.ExprCondPair):
         return [False, True]
     return [True] * len(expr.args)

@@ -3,8 +3,8 @@
 With s the score, t = f(s, theta) what kernels compute of it and x' the tangent of x,
 
     t'    = f_s s' + sum of f_th th'                        the tangent of t
-    f_s'  = f_ss s' + sum of f_s,th th'                     that of the slope
-    f_th' = f_th,s s' + sum of f_th,th2 th2'                that of a derivative by an element
+    f_s'  = f_ss s' + sum of f_s,th th'                     the tangent of the slope
+    f_th' = f_th,s s' + sum of f_th,th2 th2'                the tangent of a slope by an element
 
 where th' is the element at the same indices of a second tensor, the tangent of the learned tensor.
 A tangent that a call does not have is no part of any expression. The tangent of a sink has no part
@@ -33,7 +33,7 @@ from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 
 @dataclass(frozen=True)
 class Directions:
-    """Which tangents a call has.
+    """The tensors of a call that have tangents.
 
     Attributes:
         score: whether q or k has a tangent, so that the score moves.
@@ -44,7 +44,7 @@ class Directions:
     tensors: tuple[tuple[TensorSymbol, TensorSymbol], ...] = ()
 
     @cached_property
-    def of_tensors(self) -> dict[TensorSymbol, TensorSymbol]:
+    def tangent_symbols(self) -> dict[TensorSymbol, TensorSymbol]:
         return dict(self.tensors)
 
 
@@ -56,7 +56,7 @@ class TangentAnalysis:
         score: t, of SCORE.
         tangent: t', of SCORE and SCORE_TANGENT; 0 where nothing that t depends on has a tangent.
         learned_symbols: the learned tensors, whose gradients have tangents too.
-        directions: the tangents that there are.
+        directions: the tensors that have tangents.
     """
 
     score: sympy.Expr
@@ -66,20 +66,20 @@ class TangentAnalysis:
 
     @cached_property
     def slope(self) -> sympy.Expr:
-        """f_s."""
+        """f_s, the derivative of t by the score."""
         return derivative(self.score)
 
     @cached_property
     def slope_tangent(self) -> sympy.Expr:
-        """f_s'."""
+        """f_s', the tangent of the slope."""
         return pushed(self.slope, self.directions)
 
     @cached_property
     def learned(self) -> tuple[tuple[Element, sympy.Expr, sympy.Expr], ...]:
         """Each element of a learned tensor that t reads, with f_th and f_th', in a fixed order."""
         read = [e for e in elements_of(self.score) if e.tensor in self.learned_symbols]
-        found = zip(read, derivatives(self.score, read), strict=True)
-        return tuple((element, by, pushed(by, self.directions)) for element, by in found)
+        slopes = zip(read, derivatives(self.score, read), strict=True)
+        return tuple((element, by, pushed(by, self.directions)) for element, by in slopes)
 
     @cached_property
     def value_and_tangent(self) -> LeveledCode:
@@ -88,10 +88,10 @@ class TangentAnalysis:
 
 
 def analyse_tangents(spec: AttentionSpec, directions: Directions | None = None) -> TangentAnalysis:
-    """The tangents of what kernels compute of each score of ``spec``.
+    """The tangents of the score function of ``spec`` and of its derivatives.
 
     Args:
-        directions: the tangents that there are; None for those of q, k and all learned tensors.
+        directions: the tangents of the call; None where q, k and all learned tensors have one.
     """
     learned = frozenset(tensor.symbol for tensor in spec.tensors if tensor.grad)
     return _analysis(spec.score, learned, directions or directions_of(spec))
@@ -106,7 +106,7 @@ def _analysis(
 
 def pushed(expr: sympy.Expr, directions: Directions) -> sympy.Expr:
     """The tangent of an expression of the score and of elements of tensors."""
-    moving = directions.of_tensors
+    moving = directions.tangent_symbols
     read = [element for element in elements_of(expr) if element.tensor in moving]
     terms = [
         partial * Element(moving[element.tensor], *element.indices)
@@ -123,8 +123,8 @@ def directions_of(
     """The tangents of a call of ``spec``.
 
     Args:
-        score: whether q or k has one.
-        names: the learned tensors that have one; None for all of them.
+        score: whether q or k has a tangent.
+        names: the learned tensors that have a tangent; None for all of them.
     """
     tangents = tangent_tensors(spec)
     return Directions(
@@ -144,4 +144,7 @@ def tangent_tensors(spec: AttentionSpec) -> Mapping[str, Tensor]:
     """
     learned = {tensor.name: tensor for tensor in spec.tensors if tensor.grad}
     names = tangent_names(learned, (capture.name for capture in (*spec.tensors, *spec.scalars)))
-    return {name: Tensor(of, learned[name].dims, learned[name].dtype) for name, of in names.items()}
+    return {
+        name: Tensor(tangent_name, learned[name].dims, learned[name].dtype)
+        for name, tangent_name in names.items()
+    }

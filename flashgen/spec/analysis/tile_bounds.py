@@ -14,9 +14,9 @@ Form: TypeAlias = tuple[tuple[sympy.Expr, int], ...]
 
 
 class Effort:
-    """What is left of the steps that one bound or condition may take, for all its tiles together.
+    """The number of steps that one bound or condition may still take, for all its tiles together.
 
-    Nested choices and disjunctions could take any number. Where nothing is left, a range has no
+    Nested choices and disjunctions could take any number. Where no step remains, a range has no
     ends, and a tile counts as mixed.
     """
 
@@ -24,13 +24,13 @@ class Effort:
     MOST_SPLITS = 16
 
     def __init__(self) -> None:
-        self.left = self.MOST
+        self.remaining = self.MOST
         self.splits = self.MOST_SPLITS
 
     def spend(self) -> bool:
         """Whether one more step is allowed."""
-        self.left -= 1
-        return self.left >= 0
+        self.remaining -= 1
+        return self.remaining >= 0
 
     def split(self) -> bool:
         """Whether a conjunction may be split once more into the cases of one of its parts."""
@@ -44,10 +44,10 @@ class TileBounds:
 
     Attributes:
         must_and_may: for a condition and a tile, a condition on the tile that is true only where
-            the former holds everywhere, and one that is false only where it holds nowhere. The
-            range of a choice between two values needs both.
-        effort: what is left for this tile and for those that contexts make of it.
-        ranges, float_ranges: of each expression, so that none is bounded twice.
+            the condition holds everywhere, and one that is false only where it holds nowhere.
+            The range of a choice between two values needs both.
+        effort: the steps that remain for this tile and for the tiles that contexts make of it.
+        ranges, float_ranges: the range of each expression, so that none is bounded twice.
     """
 
     ends: Mapping[sympy.Symbol, tuple[End, End]]
@@ -62,9 +62,9 @@ class TileBounds:
 
 
 def pick_known(pick: Callable[..., sympy.Expr], ends: Iterable[End]) -> End:
-    """The minimum or maximum of the ends that exist; None where none does."""
-    known = [end for end in ends if end is not None]
-    return pick(*known) if known else None
+    """The minimum or maximum of the ends that exist; None without any."""
+    finite = [end for end in ends if end is not None]
+    return pick(*finite) if finite else None
 
 
 MOST_TERMS = 64
@@ -72,7 +72,7 @@ MOST_TERMS = 64
 
 
 def expanded(expr: sympy.Expr) -> sympy.Expr:
-    """A product of sums as a sum, if it is not a long one."""
+    """A product of sums as a sum, if the sum is not long."""
     return sympy.expand_mul(expr, deep=False) if _terms(expr) <= MOST_TERMS else expr
 
 

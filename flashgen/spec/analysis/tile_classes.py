@@ -127,9 +127,9 @@ def _may_congruent(node: Congruent, tile: TileBounds) -> sympy.Basic:
     if node.holds:
         # Some multiple of the modulus lies in [lo - remainder, hi - remainder].
         below = FloorDiv(x.lo - remainder - 1, modulus)
-        found = at_least(FloorDiv(x.hi - remainder, modulus), below + 1)
+        has_multiple = at_least(FloorDiv(x.hi - remainder, modulus), below + 1)
         possible = sympy.And(at_least(remainder, sympy.S.Zero), at_least(modulus, remainder + 1))
-        result = sympy.And(found, possible)
+        result = sympy.And(has_multiple, possible)
     else:
         # One of two neighbours is not congruent, unless the modulus is 1.
         several = sympy.And(at_least(x.hi, x.lo + 1), at_least(modulus, sympy.Integer(2)))
@@ -170,12 +170,12 @@ def _may_compare(fact: sympy.Basic, tile: TileBounds) -> sympy.Basic:
     else:
         assert isinstance(relation, FloatEqual | FloatUnequal)
         never = sympy.And(FloatGreaterEqual(a_lo, b_hi), FloatLessEqual(a_hi, b_lo))
-    known = sympy.And(a.defined, b.defined, never)
-    return sympy.Or(*map(sympy.Not, sympy.And.make_args(known)))
+    never_holds = sympy.And(a.defined, b.defined, never)
+    return sympy.Or(*map(sympy.Not, sympy.And.make_args(never_holds)))
 
 
 def _converted(end: sympy.Expr) -> sympy.Expr:
-    """An end that is compared as a float, even with another integer."""
+    """An end as a float, so that it is compared as one even with another integer."""
     return end if end.is_Number else AsFloat(end)
 
 
@@ -196,12 +196,12 @@ def _may_all(node: AllOf, tile: TileBounds) -> sympy.Basic:
 def _cases(parts: list[Node], tile: TileBounds) -> list[AllOf] | None:
     """The alternatives of one part, each with all other parts, or None.
 
-    It is for alternatives that all narrow a position, beside parts with functions of positions, as
-    in ``(q < n) == (k < n) and q % n == k % n``: those have their exact ranges only within one
-    alternative.
+    All alternatives must narrow a position, beside parts with functions of positions, as in
+    ``(q < n) == (k < n) and q % n == k % n``: such functions have their exact ranges only within
+    one alternative.
     """
-    for place, part in enumerate(parts):
-        others = parts[:place] + parts[place + 1 :]
+    for index, part in enumerate(parts):
+        others = parts[:index] + parts[index + 1 :]
         if not isinstance(part, AnyOf) or len(part.parts) > _MOST_CASES:
             continue
         if not tile.effort.split():
@@ -239,17 +239,17 @@ def _flat(node: AllOf) -> list[Node]:
 def _tighten(
     parts: list[Node], tile: TileBounds, conditions: list[sympy.Basic], *, single: bool
 ) -> tuple[TileBounds, list[Node]]:
-    """Move inequalities into the tile: those on one position if ``single``, else on a linear form.
+    """Moves inequalities into the tile: on one position if ``single``, else on a linear form.
 
     The conditions that the narrowed ranges are not empty are appended to ``conditions``.
     """
     lows: dict[Form, list[sympy.Expr]] = {}
     highs: dict[Form, list[sympy.Expr]] = {}
-    left: list[Node] = []
+    remaining: list[Node] = []
     for part in parts:
         bound = _bound(part, tile, single)
         if bound is None:
-            left.append(part)
+            remaining.append(part)
             continue
         form, end, below = bound
         lows.setdefault(form, [])
@@ -273,11 +273,11 @@ def _tighten(
             ends[form[0][0]] = narrowed
         else:
             forms[form] = narrowed
-    return replace(tile, ends=ends, forms=forms), left
+    return replace(tile, ends=ends, forms=forms), remaining
 
 
 def _bound(part: Node, tile: TileBounds, single: bool) -> tuple[Form, sympy.Expr, bool] | None:
-    """(form, end, whether the end is a lower one) of an inequality on a linear form."""
+    """(form, end, whether it is the lower end) of an inequality on a linear form."""
     if not isinstance(part, AtLeast0):
         return None
     atoms, rest = linear(part.expr, tile)

@@ -43,7 +43,7 @@ class TileAxis:
         length: the length of the sequence.
         block: positions per tile; the last tile may have fewer, and the first by ``before``.
         offset: the global position of the first position.
-        before: how many positions of the first tile would lie before the first position.
+        before: the number of positions that the first tile lacks at its start.
     """
 
     length: int
@@ -57,7 +57,7 @@ class TileAxis:
             yield max(start, 0), min(start + self.block, self.length)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The first and last positions of a tile, or of each of the boxes of which it consists."""
+        """The first and last positions of a tile, or of each of its boxes."""
         return [(start, stop - 1)]
 
     def row(self, start: int, row: int) -> int:
@@ -78,9 +78,9 @@ class TileAxis:
 
 @dataclass(frozen=True)
 class StridedAxis(TileAxis):
-    """Tiles of boxes that do not follow each other: each has every stride-th of ``stride`` tiles.
+    """Tiles with boxes that do not follow each other: every stride-th box of ``stride`` tiles.
 
-    Tiles at the end, of which there are fewer, have neighbouring boxes.
+    The fewer tiles at the end have neighbouring boxes.
 
     Attributes:
         box: positions of a box.
@@ -107,7 +107,7 @@ class StridedAxis(TileAxis):
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
         firsts = [self.row(start, row) for row in range(0, self.block, self.box)]
-        return [(min(at, stop - 1), min(at + self.box, stop) - 1) for at in firsts]
+        return [(min(first, stop - 1), min(first + self.box, stop) - 1) for first in firsts]
 
 
 @dataclass(frozen=True)
@@ -137,24 +137,24 @@ class BlockLayoutTiles:
         self.owned_block = owned_block
         self.walked_block = walked_block
 
-    def of_tiles(
+    def liveness(
         self, owned: tuple[np.int64, np.int64], walked: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """Whether some block and whether every block in each tile with these corners is live.
+        """Whether some block, and whether every block, in each tile with these corners is live.
 
         Returns:
             Two bool arrays [pairs or 1, tiles].
         """
-        top, bottom = (self._places(end // self.owned_block, axis=1) for end in owned)
-        first, last = (self._places(end // self.walked_block, axis=2) for end in walked)
+        top, bottom = (self._inside(end // self.owned_block, axis=1) for end in owned)
+        first, last = (self._inside(end // self.walked_block, axis=2) for end in walked)
         blocks = self.live[:, top : bottom + 1]
-        found = []
+        results = []
         for lines in (blocks.any(axis=1), ~blocks.all(axis=1)):
             counts = np.cumsum(np.pad(lines, ((0, 0), (1, 0))), axis=1)
-            found.append(counts[:, last + 1] > counts[:, first])
-        return found[0], ~found[1]
+            results.append(counts[:, last + 1] > counts[:, first])
+        return results[0], ~results[1]
 
-    def _places(self, blocks: Any, axis: int) -> Any:
+    def _inside(self, blocks: Any, axis: int) -> Any:
         return np.clip(blocks, 0, self.live.shape[axis] - 1)
 
 
@@ -191,7 +191,7 @@ class TileWalk:
         self._owned_ends, self._walked_ends = (k, q) if owns_keys else (q, k)
         self._walked_corners = self.walked.corners()
         self._room = _MOST_KEPT
-        self._kept: dict[tuple[int, int], list[TileRun]] = {}
+        self._runs: dict[tuple[int, int], list[TileRun]] = {}
 
     def classes(self, start: int, stop: int) -> Array:
         """The class of every walked tile for the owned positions [start, stop)."""
@@ -201,22 +201,22 @@ class TileWalk:
         values = self._values(start, stop)
         values |= zip(self._walked_ends, self._walked_corners, strict=True)
         with np.errstate(all="ignore"):  # tiles with undefined values are classified as mixed
-            some = _each(evaluate(self.mask.may, values), count)
-            every = _each(evaluate(self.mask.must, values), count)
+            some = _as_array(evaluate(self.mask.may, values), count)
+            every = _as_array(evaluate(self.mask.must, values), count)
         if self.layout is not None:
             owned = values[self._owned_ends[0]], values[self._owned_ends[1]]
-            live, all_live = self.layout.of_tiles(owned, self._walked_corners)
+            live, all_live = self.layout.liveness(owned, self._walked_corners)
             some, every = some & live, every & all_live
         return np.where(some.any(axis=0), np.where(every.all(axis=0), FULL, MIXED), EMPTY)
 
     def runs(self, start: int, stop: int, most: int) -> list[TileRun]:
         """The walked tiles that are not empty, in runs of at most ``most`` positions."""
-        runs = self._kept.get((start, most))
+        runs = self._runs.get((start, most))
         if runs is None:
-            runs = _joined(self.classes(start, stop), self.walked, most)
+            runs = _runs_of_classes(self.classes(start, stop), self.walked, most)
             self._room -= 1 + len(runs)
             if self._room >= 0:
-                self._kept[start, most] = runs
+                self._runs[start, most] = runs
         return runs
 
     def ends(self, interval: Interval, start: int, stop: int) -> tuple[int | None, int | None]:
@@ -241,21 +241,21 @@ def exact(value: Any) -> Any:
     return np.int64(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _each(condition: Any, count: int) -> Array:
+def _as_array(condition: Any, count: int) -> Array:
     """The condition as bool [pairs or 1, count]."""
-    found = np.asarray(condition, dtype=bool)
-    return np.broadcast_to(found, (found.shape[0] if found.ndim == 2 else 1, count))
+    array = np.asarray(condition, dtype=bool)
+    return np.broadcast_to(array, (array.shape[0] if array.ndim == 2 else 1, count))
 
 
-def _joined(classes: Array, axis: TileAxis, most: int) -> list[TileRun]:
-    together = max(1, most // axis.block)
+def _runs_of_classes(classes: Array, axis: TileAxis, most: int) -> list[TileRun]:
+    most_tiles = max(1, most // axis.block)
     runs = []
-    place, kinds = 0, classes.tolist()
-    while place < len(kinds):
-        first = place
-        while place < len(kinds) and kinds[place] == kinds[first] and place - first < together:
-            place += 1
+    tile, kinds = 0, classes.tolist()
+    while tile < len(kinds):
+        first = tile
+        while tile < len(kinds) and kinds[tile] == kinds[first] and tile - first < most_tiles:
+            tile += 1
         if kinds[first] != EMPTY:
-            stop = min(place * axis.block, axis.length)
+            stop = min(tile * axis.block, axis.length)
             runs.append(TileRun(first * axis.block, stop, kinds[first] == FULL))
     return runs

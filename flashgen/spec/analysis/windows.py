@@ -65,10 +65,10 @@ def window_of(element: Element, dims: Dims, rows: int, keys: int) -> Window | No
     axes = []
     for axis, (index, dim) in enumerate(zip(element.indices, dims, strict=True)):
         if not index.free_symbols.isdisjoint((Q, K, SCORE)):
-            found = _axis(axis, index, dim, rows, keys)
-            if found is None:
+            window_axis = _axis(axis, index, dim, rows, keys)
+            if window_axis is None:
                 return None
-            axes.append(found)
+            axes.append(window_axis)
     window = Window(element, tuple(axes))
     return window if SCORES_PER_SUM * window.entries <= rows * keys else None
 
@@ -76,19 +76,18 @@ def window_of(element: Element, dims: Dims, rows: int, keys: int) -> Window | No
 def _axis(axis: int, index: sympy.Expr, dim: int | str, rows: int, keys: int) -> WindowAxis | None:
     tile = bounds()
     span = None if SCORE in index.free_symbols else width(index, tile, rows, keys)
-    whole = WindowAxis(axis, sympy.S.Zero, dim) if isinstance(dim, int) else None
-    if span is None or (whole is not None and whole.extent <= span + 1):
-        return whole
+    whole_axis = WindowAxis(axis, sympy.S.Zero, dim) if isinstance(dim, int) else None
+    if span is None or (whole_axis is not None and whole_axis.extent <= span + 1):
+        return whole_axis
     first = range_of(index, tile).lo
     if first is None or first.has(Least, Greatest):  # no bound, or one from a min/max table
-        return whole
+        return whole_axis
     return WindowAxis(axis, first, span + 1)
 
 
 def width(expr: sympy.Expr, tile: TileBounds, rows: int, keys: int) -> int | None:
-    """An upper bound of max - min of an integer expression over rows x keys adjacent positions.
-
-    None: no bound is found.
+    """An upper bound of max - min of an integer expression over rows x keys adjacent positions;
+    None where there is none.
     """
     if not tile.varies(expr):
         return 0

@@ -30,16 +30,16 @@ _AS_IT_IS = ("item", "detach", "clone", "contiguous")
 
 def for_attribute(name: str) -> str:
     """What to write instead of a method ``name`` of a traced value."""
-    known = _ALIASES.get(name, name)
-    for node in _nodes_of_line(*_here()):
+    function = _ALIASES.get(name, name)
+    for node in _nodes_of_line(*_user_line()):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         if node.func.attr == name and name in _AS_IT_IS:
             return f"{ast.unparse(node.func.value)} instead of {ast.unparse(node)}"
-        if node.func.attr == name and known in FUNCTIONS:
-            return _function(known, [node.func.value, *node.args], node)
-    if known in FUNCTIONS:
-        return f"fg.{known}({', '.join(_parameters(known))})"
+        if node.func.attr == name and function in FUNCTIONS:
+            return _function(function, [node.func.value, *node.args], node)
+    if function in FUNCTIONS:
+        return f"fg.{function}({', '.join(_parameters(function))})"
     return f"a function of flashgen ({', '.join(FUNCTIONS)})"
 
 
@@ -61,7 +61,7 @@ def for_type(value: object) -> str:
 def for_truth_value() -> str:
     """How to rewrite the construct of the user's line that needs a truth value."""
     for rewrite in (_rewrite, _searched):
-        for node in _nodes_of_line(*_here()):
+        for node in _nodes_of_line(*_user_line()):
             rewritten = rewrite(node)
             if rewritten:
                 return rewritten
@@ -73,7 +73,7 @@ def for_truth_value() -> str:
 
 def for_call(file: str | None = None, line: int = 0) -> str:
     """The function of flashgen for a call on a line; by default the line that is running."""
-    for node in _nodes_of_line(file, line) if file else _nodes_of_line(*_here()):
+    for node in _nodes_of_line(file, line) if file else _nodes_of_line(*_user_line()):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = _ALIASES.get(node.func.attr, node.func.attr)
             if name in FUNCTIONS:
@@ -84,10 +84,10 @@ def for_call(file: str | None = None, line: int = 0) -> str:
 def _function(name: str, arguments: list[ast.expr], node: ast.Call) -> str:
     """A function of flashgen with these arguments instead of a call of the user's line."""
     written, parameters = ast.unparse(node), _parameters(name)
-    better = f"fg.{name}({', '.join(map(ast.unparse, arguments))})"
-    if node.keywords or len(arguments) != len(parameters) or better == written:
+    call = f"fg.{name}({', '.join(map(ast.unparse, arguments))})"
+    if node.keywords or len(arguments) != len(parameters) or call == written:
         return f"fg.{name}({', '.join(parameters)})"
-    return f"{better} instead of {written}"
+    return f"{call} instead of {written}"
 
 
 def _parameters(name: str) -> tuple[str, ...]:
@@ -95,8 +95,8 @@ def _parameters(name: str) -> tuple[str, ...]:
 
 
 def for_key() -> str:
-    """How to write what hashes a traced value: a search in a set, or a value of a dictionary."""
-    for node in _nodes_of_line(*_here()):
+    """How to write a line that hashes a traced value to search a set or a dictionary."""
+    for node in _nodes_of_line(*_user_line()):
         searched = _searched(node) if isinstance(node, ast.Compare) else None
         if searched is not None:
             return searched
@@ -107,7 +107,7 @@ def for_key() -> str:
 def for_index() -> str | None:
     """How to capture the array that the user's line indexes; None where it indexes none."""
     frame = user_frame()
-    for node in _nodes_of_line(*_here()):
+    for node in _nodes_of_line(*_user_line()):
         literal = ast.List | ast.Tuple | ast.Dict
         if not isinstance(node, ast.Subscript) or isinstance(node.value, literal):
             continue
@@ -139,20 +139,20 @@ _PARAMETERS = {
 }
 
 
-def _here() -> tuple[str, int]:
+def _user_line() -> tuple[str, int]:
     frame = user_frame()
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _nodes_of_line(file: str, line: int) -> list[ast.AST]:
     """The syntax nodes that include this line, the shortest first."""
-    here = [
+    nodes = [
         node
         for node in ast.walk(parsed("".join(linecache.getlines(file))))
         if isinstance(node, ast.expr | ast.If | ast.While | ast.Assert)
         and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
-    return sorted(here, key=lambda node: len(ast.unparse(node)))
+    return sorted(nodes, key=lambda node: len(ast.unparse(node)))
 
 
 def _rewrite(node: ast.AST) -> str | None:
@@ -187,25 +187,27 @@ def _searched(node: ast.AST) -> str | None:
         sign, values = {"any": "or_", "all": "and_"}.get(node.func.id), node.args[0]
         if sign is None:
             return None
-        text = given = ast.unparse(values)
+        text = argument = ast.unparse(values)
         if isinstance(values, ast.GeneratorExp):
-            text, given = f"[{text[1:-1]}]", text[1:-1]
-        return f"functools.reduce(operator.{sign}, {text}) instead of {node.func.id}({given})"
+            text, argument = f"[{text[1:-1]}]", text[1:-1]
+        return f"functools.reduce(operator.{sign}, {text}) instead of {node.func.id}({argument})"
     if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.In | ast.NotIn):
         return None
-    x, among = _bracketed(node.left), node.comparators[0]
-    if isinstance(among, ast.Tuple | ast.List | ast.Set) and among.elts:
-        found = " | ".join(f"({x} == {ast.unparse(each)})" for each in among.elts)
-    elif isinstance(among, ast.Call) and ast.unparse(among.func) == "range" and among.args:
-        first, end = [*["0"][: len(among.args) == 1], *map(ast.unparse, among.args)][:2]
-        found = f"({x} >= {first}) & ({x} < {end})"
-        if len(among.args) == 3:
-            found += f" & (({x} - {first}) % {ast.unparse(among.args[2])} == 0)"
+    x, items = _bracketed(node.left), node.comparators[0]
+    if isinstance(items, ast.Tuple | ast.List | ast.Set) and items.elts:
+        conditions = " | ".join(f"({x} == {ast.unparse(value)})" for value in items.elts)
+    elif isinstance(items, ast.Call) and ast.unparse(items.func) == "range" and items.args:
+        first, end = [*["0"][: len(items.args) == 1], *map(ast.unparse, items.args)][:2]
+        conditions = f"({x} >= {first}) & ({x} < {end})"
+        if len(items.args) == 3:
+            conditions += f" & (({x} - {first}) % {ast.unparse(items.args[2])} == 0)"
     else:
-        found = f"functools.reduce(operator.or_, [{x} == each for each in {ast.unparse(among)}])"
+        conditions = (
+            f"functools.reduce(operator.or_, [{x} == each for each in {ast.unparse(items)}])"
+        )
     if isinstance(node.ops[0], ast.NotIn):
-        found = f"~({found})"
-    return f"{found} instead of {ast.unparse(node)}"
+        conditions = f"~({conditions})"
+    return f"{conditions} instead of {ast.unparse(node)}"
 
 
 def _joined(node: ast.Compare) -> str | None:

@@ -22,11 +22,11 @@ class BitFunction(sympy.Function):  # type: ignore[misc]
     """A function of integers whose value is an integer; its derivative is 0.
 
     Attributes:
-        of: the value for integers of Python, and for arrays and tensors of 64-bit integers.
+        compute: the value for integers of Python, and for arrays and tensors of 64-bit integers.
     """
 
     integer_closed = True
-    of: ClassVar[Callable[..., Any]]
+    compute: ClassVar[Callable[..., Any]]
 
     def _eval_is_integer(self) -> bool:
         return True
@@ -35,7 +35,7 @@ class BitFunction(sympy.Function):  # type: ignore[misc]
         return sympy.S.Zero
 
     def limits(self, *parts: Limits) -> Limits:
-        """The least and the greatest value, from those of the arguments."""
+        """The least and the greatest value, from the limits of the arguments."""
         least = min(lo for lo, _ in parts)
         most = max(max(~lo, hi) for lo, hi in parts)
         above = (1 << most.bit_length()) - 1
@@ -48,7 +48,7 @@ class _Commutative(BitFunction):
     @classmethod
     def eval(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
         if a.is_Integer and b.is_Integer:
-            return sympy.Integer(cls.of(int(a), int(b)))
+            return sympy.Integer(cls.compute(int(a), int(b)))
         if a.is_Integer or (not b.is_Integer and [a, b] != list(sympy.ordered((a, b)))):
             return cls(b, a)
         return cls.simpler(a, b)
@@ -61,7 +61,7 @@ class _Commutative(BitFunction):
 class BitAnd(_Commutative):
     """``a & b``"""
 
-    of = staticmethod(operator.and_)
+    compute = staticmethod(operator.and_)
 
     @classmethod
     def simpler(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -85,7 +85,7 @@ class BitAnd(_Commutative):
 class BitOr(_Commutative):
     """``a | b``"""
 
-    of = staticmethod(operator.or_)
+    compute = staticmethod(operator.or_)
 
     @classmethod
     def simpler(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -95,7 +95,7 @@ class BitOr(_Commutative):
 class BitXor(_Commutative):
     """``a ^ b``"""
 
-    of = staticmethod(operator.xor)
+    compute = staticmethod(operator.xor)
 
     @classmethod
     def simpler(cls, a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -110,16 +110,16 @@ class _Shift(BitFunction):
         """The largest amount for an x within limits; greater ones count as this one."""
         raise NotImplementedError
 
-    def amounts(self, x: Limits, found: Limits) -> Limits:
-        """The amounts: bounds that intervals give may be wider."""
-        least, most = (min(max(bound, 0), self.farthest(x)) for bound in found)
+    def amounts(self, x: Limits, bounds: Limits) -> Limits:
+        """The least and the greatest amount: the bounds that intervals give may be wider."""
+        least, most = (min(max(bound, 0), self.farthest(x)) for bound in bounds)
         return least, most
 
 
 class ShiftLeft(_Shift):
     """``x << n`` for n from 0 to 31, or up to 60 where 61 bits hold the result: ``x * 2**n``"""
 
-    of = staticmethod(operator.lshift)
+    compute = staticmethod(operator.lshift)
 
     @classmethod
     def farthest(cls, x: Limits) -> int:
@@ -137,11 +137,11 @@ class ShiftLeft(_Shift):
 class ShiftRight(_Shift):
     """``x >> n`` for n from 0 to 63: ``x // 2**n``"""
 
-    of = staticmethod(operator.rshift)
+    compute = staticmethod(operator.rshift)
 
     @classmethod
     def farthest(cls, x: Limits) -> int:
-        """31, or as many bits as x has, beyond which every amount gives the same."""
+        """The number of bits of x, at least 31: greater amounts give the same."""
         return max(31, *(bound.bit_length() for bound in x))
 
     @classmethod
@@ -158,15 +158,15 @@ class _OfOne(BitFunction):
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
-        return sympy.Integer(cls.of(int(x))) if x.is_Integer else None
+        return sympy.Integer(cls.compute(int(x))) if x.is_Integer else None
 
 
 class Popcount(_OfOne):
     """The number of ones among the low 32 bits"""
 
     @staticmethod
-    def of(x: Any) -> Any:
-        """Counted in pairs, fours and bytes."""
+    def compute(x: Any) -> Any:
+        """The number of ones, counted in pairs, fours and bytes."""
         x = x & 0xFFFFFFFF
         x = x - (x >> 1 & 0x55555555)
         x = (x & 0x33333333) + (x >> 2 & 0x33333333)
@@ -185,8 +185,8 @@ class Filled(_OfOne):
     can differ are those of ``Filled(a ^ b)``. Masks do not have it, but bounds of their bits."""
 
     @staticmethod
-    def of(x: Any) -> Any:
-        """-1 of a negative number."""
+    def compute(x: Any) -> Any:
+        """Ones from the highest one down: -1 for a negative number."""
         for step in (1, 2, 4, 8, 16):
             x = x | x >> step
         return x
@@ -196,7 +196,7 @@ class RandomBits(BitFunction):
     """24 random bits of the two halves of a seed, an offset, a stream, b, h, q and k"""
 
     nargs = (8,)
-    of = staticmethod(random_bits)
+    compute = staticmethod(random_bits)
 
     def _eval_is_nonnegative(self) -> Any:
         return True

@@ -133,8 +133,8 @@ class BlockSparse:
             object.__setattr__(self, "_bound", bound(self.layout))
             object.__setattr__(self, "_outside", outside(self.layout))
             object.__setattr__(self, "_sample", _sample(self))
-        found = self._outside, self._sample
-        key = identity_of(self.layout), found, self.block_q, self.block_k, self.heads
+        state = self._outside, self._sample
+        key = identity_of(self.layout), state, self.block_q, self.block_k, self.heads
         object.__setattr__(self, "_key", key)
 
     @property
@@ -231,25 +231,25 @@ def _restored(layout: Any, block_q: int, block_k: int, heads: str) -> BlockSpars
 
 def check_names(names: list[str], where: str) -> None:
     """Raises SpecError if a capture has the name of a tensor of the block layout."""
-    taken = sorted(set(names) & {*LAYOUT_NAMES, *LISTS})
-    if taken:
+    clashes = sorted(set(names) & {*LAYOUT_NAMES, *LISTS})
+    if clashes:
         raise SpecError(
-            f"the name {taken[0]!r} belongs to the block-sparse layout of the spec",
+            f"the name {clashes[0]!r} belongs to the block-sparse layout of the spec",
             where=where,
             numbers=f"captured: {', '.join(names)}; in use: {', '.join(LAYOUT_NAMES)}",
-            way_out=f"another name for the captured tensor or scalar, as in 'my_{taken[0]}'",
+            way_out=f"another name for the captured tensor or scalar, as in 'my_{clashes[0]}'",
         )
 
 
 def _arguments(layout: Callable[..., object]) -> int:
     """The number of arguments of the function: 2 for (i, j) or 4 for (b, h, i, j)."""
     try:
-        signature = own = inspect.signature(layout)
+        signature = unwrapped = inspect.signature(layout)
     except (TypeError, ValueError):  # a builtin function without a signature
         return 2
     with contextlib.suppress(ValueError):  # functools.lru_cache has none of its own
-        own = inspect.signature(layout, follow_wrapped=False)
-    accepted = [count for count in (2, 4) if _takes(own, count)]
+        unwrapped = inspect.signature(layout, follow_wrapped=False)
+    accepted = [count for count in (2, 4) if _takes(unwrapped, count)]
     if len(accepted) == 2:  # such as *args of a decorator
         accepted = [count for count in accepted if _takes(signature, count)]
     if accepted:
@@ -282,12 +282,12 @@ def _table(sparse: BlockSparse, batch: int, heads: int, rows: int, columns: int)
             way_out="a number in a variable, a default or an object, which the spec keeps; or a "
             "new spec",
         )
-    found = bytearray()
+    table = bytearray()
     for line in range(batch * heads):
         lead = divmod(line, heads) if sparse.by_head else ()
         for i in range(rows):
-            found += bytes([_is_live(sparse, (*lead, i, j)) for j in range(columns)])
-    return bytes(found)
+            table += bytes([_is_live(sparse, (*lead, i, j)) for j in range(columns)])
+    return bytes(table)
 
 
 _SAMPLED = (
@@ -303,22 +303,22 @@ def _sample(sparse: BlockSparse) -> bytes:
 
     No inspection of a function tells all that it reads, such as files and the environment.
     """
-    layout, found = bound(sparse._bound), bytearray()
+    layout, sample = bound(sparse._bound), bytearray()
     for lead in ((0, 0), (0, 1), (1, 0)) if sparse.by_head else ((),):
-        for place in _SAMPLED:
+        for indices in _SAMPLED:
             try:
-                live = layout(*lead, *place)
-                found.append(bool(live) if is_bool(live) else 2)
+                live = layout(*lead, *indices)
+                sample.append(bool(live) if is_bool(live) else 2)
             except Exception:
-                found.append(3)
-    return bytes(found)
+                sample.append(3)
+    return bytes(sample)
 
 
-def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
+def _is_live(sparse: BlockSparse, indices: tuple[int, ...]) -> bool:
     assert sparse.layout is not None
     wrong, cause = "", None
     try:
-        live: Any = sparse._bound(*place)
+        live: Any = sparse._bound(*indices)
         if is_bool(live):
             return bool(live)
         wrong = f"returned {live!r}"[:80]
@@ -327,6 +327,6 @@ def _is_live(sparse: BlockSparse, place: tuple[int, ...]) -> bool:
     raise SpecError(
         f"a layout returns for each block whether it is live, but this one {wrong}",
         where=sparse.where,
-        numbers=f"called with {place}",
+        numbers=f"called with {indices}",
         way_out="return True or False, as in return j <= i",
     ) from cause

@@ -31,7 +31,7 @@ from flashgen.shared.signature import (
 from flashgen.spec.language.block_layout import CHOSEN, BlockSparse
 from flashgen.spec.language.block_layout import TENSORS as LAYOUT_TENSORS
 from flashgen.spec.language.scalar import Scalar
-from flashgen.spec.language.signature import of_expressions, partial, with_options
+from flashgen.spec.language.signature import partial, substituted_options, with_options
 from flashgen.spec.language.spec import PAGES, AttentionSpec
 from flashgen.spec.language.statistic_specs import share_of, without_sink
 from flashgen.spec.language.symbols import BATCH, HEADS, SCORE, SEQ_K, SEQ_Q, B, H, K, Q
@@ -41,29 +41,29 @@ from flashgen.spec.language.tensor_elements import Element
 from flashgen.spec.language.tracing import weighed
 
 FIRST, WHOLE_BATCH, WHOLE_HEADS, WHOLE_SEQ_Q, WHOLE_SEQ_K, GROUP, ROWS_OF_GROUP = SCALARS = tuple(
-    Scalar.of_whole(name) for name in CHOICE
+    Scalar.reserved(name) for name in CHOICE
 )
 
 DIM_OF_CALL = "choice_"
 """What the names of the sizes of the computed call begin with, among those of the calls that
 compute it."""
 
-_OWNED = Tensor.of_call(OWNED, ("batch", 4), "int32")
-_LISTED = Tensor.of_call(LISTED, ("batch", "listed"), "int32")
-_LSE = Tensor.of_call(LSE_OF_LISTS, ("lines", "groups", "rows"), "float32")
-_FIRST_ROW = Tensor.of_call(OFFSETS[0], ("batch",), "int32")
-_SINK = Tensor.of_call(ROW_SINK, ("batch", "seq_q"), "float32")
+_OWNED = Tensor.reserved(OWNED, ("batch", 4), "int32")
+_LISTED = Tensor.reserved(LISTED, ("batch", "listed"), "int32")
+_LSE = Tensor.reserved(LSE_OF_LISTS, ("lines", "groups", "rows"), "float32")
+_FIRST_ROW = Tensor.reserved(OFFSETS[0], ("batch",), "int32")
+_SINK = Tensor.reserved(ROW_SINK, ("batch", "seq_q"), "float32")
 
 
 @functools.lru_cache(maxsize=1024)
 def with_layout(spec: AttentionSpec) -> AttentionSpec:
     """The spec with a block layout in place of lists, whose blocks are counted from query 0.
 
-    The position of the first query is the scalar `CHOICE[0]`, or that of each batch entry.
+    The position of the first query is the scalar `CHOICE[0]`, or an element for each batch entry.
     """
     sparse = _lists(spec)
-    own = {each.name for each in CHOSEN}
-    tensors = tuple(x for x in spec.tensors if x.name not in (*own, OFFSETS[0]))
+    hidden = {tensor.name for tensor in CHOSEN}
+    tensors = tuple(x for x in spec.tensors if x.name not in (*hidden, OFFSETS[0]))
     # Queries of paged caches would come last.
     own_first = (_FIRST_ROW,) if spec.paged else ()
     return with_options(
@@ -72,7 +72,7 @@ def with_layout(spec: AttentionSpec) -> AttentionSpec:
         scalars=(*spec.scalars, FIRST),
         block_sparse=BlockSparse(None, sparse.block_q, sparse.block_k),
         name=f"{spec.name}_in_blocks",
-        **of_expressions(spec, {Q: Q + _first_query(spec, B), **_renamed_first(spec)}),
+        **substituted_options(spec, {Q: Q + _first_query(spec, B), **_renamed_first(spec)}),
     )
 
 
@@ -83,12 +83,12 @@ def by_groups(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
     Args:
         ragged: whether the last group lacks queries, and the last block lacks keys.
     """
-    moved = by_listed_keys(spec, ragged)
+    inner = by_listed_keys(spec, ragged)
     sink = None if spec.sink is None else _SINK
     extra = () if sink is None else (sink,)
     return with_options(
-        moved,
-        tensors=(*moved.tensors, *PAGES, *extra, _FIRST_ROW),
+        inner,
+        tensors=(*inner.tensors, *PAGES, *extra, _FIRST_ROW),
         paged=True,
         shared_kv=spec.shared_kv,
         sink=sink,
@@ -98,18 +98,18 @@ def by_groups(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=1024)
 def by_listed_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
-    """The spec of calls in which each group of queries is a sequence, whose keys are those of its
-    list, copied one after another. Their gradients are those of a call without lists.
+    """The spec of calls in which each group of queries is a sequence, and the keys of its list are
+    copied one after another. Gradients are computed as in a call without lists.
 
     Args:
-        ragged: whether the last group lacks queries, and whether some keys are none, as those of
-            the rest of a list.
+        ragged: whether the last group lacks queries, and whether some copied keys are no keys, such
+            as the rest of a list.
     """
     sparse = _lists(spec)
-    own, of_list = _owned(2), _listed(sparse.block_k)
-    query = own * sparse.block_q + FloorDiv(Q, GROUP.expr)
-    key = of_list * sparse.block_k + FloorMod(K, sparse.block_k)
-    options = _moved(spec, query, key, FloorMod(Q, GROUP.expr), ragged)
+    group, block = _owned(2), _listed(sparse.block_k)
+    query = group * sparse.block_q + FloorDiv(Q, GROUP.expr)
+    key = block * sparse.block_k + FloorMod(K, sparse.block_k)
+    options = _options_in_call(spec, query, key, FloorMod(Q, GROUP.expr), ragged)
     tensors: Any = options.pop("tensors")
     return with_options(
         spec,
@@ -123,32 +123,32 @@ def by_listed_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionS
 
 @functools.lru_cache(maxsize=1024)
 def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
-    """The spec of calls in which a block of keys is a sequence of rows, and queries are its keys,
-    of the groups that chose it: the output for dO in place of V is dV, and dQ for dO and V
+    """The spec of calls in which a block of keys is a sequence of rows. Its keys are the queries of
+    the groups that chose the block: the output for dO in place of V is dV, and dQ for dO and V
     exchanged is dK.
 
-    Weights are those of the spec's rows, whose normaliser is read. dQ of such a call takes dP for
-    the derivative of a weight: delta is subtracted by further columns of dO and V.
+    Weights are divided by the normaliser of the spec's rows, which is read. dQ of such a call takes
+    dP for the derivative of a weight: delta is subtracted by further columns of dO and V.
     """
     sparse = _lists(spec)
     rows = ROWS_OF_GROUP.expr
     row, group = FloorMod(K, rows), _listed(rows)
     key = _owned(2) * sparse.block_k + Q
     query = group * sparse.block_q + FloorDiv(row, GROUP.expr)
-    options = _moved(spec, query, key, FloorMod(row, GROUP.expr), ragged)
+    options = _options_in_call(spec, query, key, FloorMod(row, GROUP.expr), ragged)
     tensors: Any = options.pop("tensors")
-    moved = with_options(spec, **options)
+    inner = with_options(spec, **options)
     lse = Element(_LSE.symbol, _owned(3), group, row)
-    score = weighed(moved.modified, share_of(moved, lse, divides=True))
-    given = (_LSE,) if _LSE.symbol in score.free_symbols else ()
+    score = weighed(inner.modified, share_of(inner, lse, divides=True))
+    read_lse = (_LSE,) if _LSE.symbol in score.free_symbols else ()
     return with_options(
-        moved,
+        inner,
         score=score,
         modified=score,
         weight=SCORE,
         weight_line=None,
         normalize="none",
-        tensors=(*tensors, _OWNED, _LISTED, *given, *PAGES, _FIRST_ROW),
+        tensors=(*tensors, _OWNED, _LISTED, *read_lse, *PAGES, _FIRST_ROW),
         paged=True,
         shared_kv=False,
         sink=None,
@@ -158,11 +158,11 @@ def by_keys(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
 
 @functools.lru_cache(maxsize=1024)
 def value_gradients(spec: AttentionSpec, ragged: tuple[bool, bool]) -> AttentionSpec:
-    """`by_keys` with an output in float32, whose parts are added: dV."""
+    """`by_keys` with an output in float32: parts of dV, which are added."""
     return partial(by_keys(spec, ragged))
 
 
-def of_kernels(spec: AttentionSpec) -> AttentionSpec:
+def spec_of_kernels(spec: AttentionSpec) -> AttentionSpec:
     """The spec whose forward kernel, and whose kernel of dQ, compute calls of ``spec``."""
     return by_groups(spec, (False, False)) if spec.chooses else spec
 
@@ -174,8 +174,8 @@ def _lists(spec: AttentionSpec) -> BlockSparse:
     return sparse
 
 
-def _owned(what: int) -> sympy.Expr:
-    return Element(_OWNED.symbol, B, sympy.Integer(what))
+def _owned(column: int) -> sympy.Expr:
+    return Element(_OWNED.symbol, B, sympy.Integer(column))
 
 
 def _listed(rows: sympy.Expr | int) -> sympy.Expr:
@@ -192,7 +192,7 @@ def _first_query(spec: AttentionSpec, entry: sympy.Expr) -> sympy.Expr:
 def _first_of_entries(spec: AttentionSpec) -> tuple[Tensor, ...]:
     """The positions of the first queries of batch entries, by another name."""
     return tuple(
-        Tensor.of_call(FIRST_QUERIES, ("entries",), x.dtype)
+        Tensor.reserved(FIRST_QUERIES, ("entries",), x.dtype)
         for x in spec.tensors
         if x.name == OFFSETS[0]
     )
@@ -200,11 +200,11 @@ def _first_of_entries(spec: AttentionSpec) -> tuple[Tensor, ...]:
 
 def _renamed_first(spec: AttentionSpec) -> dict[sympy.Basic, sympy.Basic]:
     """The tensor that statistics read to find the row of a query, by its other name."""
-    own = [tensor.symbol for tensor in spec.tensors if tensor.name == OFFSETS[0]]
-    return {one: other.symbol for one, other in zip(own, _first_of_entries(spec), strict=True)}
+    offsets = [tensor.symbol for tensor in spec.tensors if tensor.name == OFFSETS[0]]
+    return {one: other.symbol for one, other in zip(offsets, _first_of_entries(spec), strict=True)}
 
 
-def _moved(
+def _options_in_call(
     spec: AttentionSpec,
     query: sympy.Expr,
     key: sympy.Expr,
@@ -221,7 +221,7 @@ def _moved(
     seq_k: sympy.Expr = WHOLE_SEQ_K.expr
     lengths: tuple[Tensor, ...] = ()
     if spec.paged:
-        lengths = (Tensor.of_call(LENGTHS, ("entries",), "int32"),)
+        lengths = (Tensor.reserved(LENGTHS, ("entries",), "int32"),)
         seq_k = Element(lengths[0].symbol, entry)
     first = _first_query(spec, entry).xreplace({SEQ_K: seq_k, SEQ_Q: WHOLE_SEQ_Q.expr})
     seen: Mapping[sympy.Basic, sympy.Basic] = {
@@ -235,13 +235,13 @@ def _moved(
         SEQ_K: seq_k,
         **_renamed_first(spec),
     }
-    options = of_expressions(spec, seen)
+    options = substituted_options(spec, seen)
     bounds = [query < WHOLE_SEQ_Q.expr] if ragged[0] else []
     bounds += [key < seq_k] if ragged[1] or spec.paged else []
     # A block that is no block of the call has no keys.
     mask = sympy.And(*bounds, options["mask"])
-    own = {*(each.name for each in CHOSEN), *PAGE_NAMES, *OFFSETS}
-    tensors = (_renamed(x) for x in without_sink(spec).tensors if x.name not in own)
+    hidden = {*(tensor.name for tensor in CHOSEN), *PAGE_NAMES, *OFFSETS}
+    tensors = (_renamed(x) for x in without_sink(spec).tensors if x.name not in hidden)
     return options | {
         "mask": mask,
         "block_sparse": None,
@@ -252,6 +252,6 @@ def _moved(
 
 
 def _renamed(tensor: Tensor) -> Tensor:
-    """The tensor without a gradient, whose sizes are not those of the call that reads it."""
+    """The tensor without a gradient, with sizes of its own in the call that reads it."""
     dims = tuple(f"{DIM_OF_CALL}{dim}" if dim in SIZES else dim for dim in tensor.dims)
-    return Tensor.of_call(tensor.name, dims, tensor.dtype)  # among the names may be those of calls
+    return Tensor.reserved(tensor.name, dims, tensor.dtype)  # calls may have such names

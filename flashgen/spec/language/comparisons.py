@@ -23,7 +23,7 @@ def as_float32(number: sympy.Expr) -> float:
 
 
 class _Negation(sympy.Not):  # type: ignore[misc]
-    """What sympy's choices ask a relation for, to find a condition beside its opposite."""
+    """The attribute that sympy's choices ask a relation for, to find its opposite condition."""
 
     @property
     def canonical(self) -> sympy.Basic:
@@ -49,12 +49,12 @@ class FloatRelation:
 
     @property
     def negated(self) -> sympy.Basic:
-        """True where the comparison is false, which no comparison is where a side is NaN."""
+        """The condition that the comparison is false; no other comparison is, because of NaN."""
         return _Negation(self)
 
     @property
     def weak(self) -> Any:
-        """The comparison that holds of equal sides too; sympy's choices ask for it."""
+        """The comparison that also holds for equal sides; sympy's choices ask for it."""
         kind = _WEAK.get(REAL_RELATIONS[type(self)])
         return FLOAT_RELATIONS[kind](*self.args) if kind else self  # type: ignore[attr-defined]
 
@@ -106,14 +106,14 @@ FLOAT_RELATIONS: dict[type[sympy.Basic], type[sympy.Basic]] = {
 """The comparison of floats for each relation of sympy."""
 
 
-REAL_RELATIONS = {of_floats: kind for kind, of_floats in FLOAT_RELATIONS.items()}
+REAL_RELATIONS = {float_relation: kind for kind, float_relation in FLOAT_RELATIONS.items()}
 
 
 _WEAK = {sympy.StrictLessThan: sympy.LessThan, sympy.StrictGreaterThan: sympy.GreaterThan}
 
 
 def relation(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
-    """The comparison ``kind(a, b)`` of integers, or that of floats where a side is one."""
+    """The comparison ``kind(a, b)`` of integers, or of floats where a side is a float."""
     return kind(a, b) if is_int(a) and is_int(b) else FLOAT_RELATIONS[kind](a, b)
 
 

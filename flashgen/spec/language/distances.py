@@ -19,17 +19,17 @@ _POSITIONS = dict.fromkeys((Q, K), (0, POSITION_LIMIT))
 def is_of_distances(expr: sympy.Basic) -> bool:
     """Whether a condition stays the same where query and key move by the same number.
 
-    Positions are 0 or more. Elements of tensors count as numbers of their own. False may be said of
-    a condition that stays the same but does not look so.
+    Positions are 0 or more. Elements of tensors count as numbers of their own. The result may be
+    False for a condition that stays the same, if its form does not show it.
     """
     return _step(expr) == 0
 
 
 @lru_cache(maxsize=1 << 12)
 def _step(expr: sympy.Basic) -> sympy.Expr | None:
-    """By how much an expression grows where query and key move by 1; None if that is not known.
+    """The growth of an expression where query and key move by 1; None if it is not known.
 
-    Wherever it is known, it stays the same from one move to the next.
+    A known growth is the same from one move to the next.
     """
     if expr in (Q, K):
         return sympy.S.One
@@ -38,13 +38,13 @@ def _step(expr: sympy.Basic) -> sympy.Expr | None:
     if isinstance(expr, Element):
         return sympy.S.Zero
     steps = [_step(arg) for arg in expr.args]
-    moving = [place for place, step in enumerate(steps) if step != 0]
+    moving = [index for index, step in enumerate(steps) if step != 0]
     if not moving:
         return sympy.S.Zero
     if isinstance(expr, Relational):
         same = None not in steps and steps[0] == steps[1]
-        whole = is_int(expr.lhs) and is_int(expr.rhs)
-        same |= whole and decided(expr.func, expr.lhs, expr.rhs, _POSITIONS) is not None
+        are_integers = is_int(expr.lhs) and is_int(expr.rhs)
+        same |= are_integers and decided(expr.func, expr.lhs, expr.rhs, _POSITIONS) is not None
         return sympy.S.Zero if same else None
     if None in steps:
         return None

@@ -25,33 +25,33 @@ POSITIONS = frozenset((B, H, Q, K))
 
 
 def is_power_of_two(number: sympy.Expr) -> bool:
-    """Whether a divisor is a number of this kind, by which integers are shifted or masked."""
+    """Whether a divisor is a power of two, for which integers are shifted or masked."""
     return bool(number.is_Integer and number > 0 and int(number) & (int(number) - 1) == 0)
 
 
-def may_be_zero(expr: sympy.Expr, known: Mapping[sympy.Symbol, Limits] | None = None) -> bool:
+def may_be_zero(expr: sympy.Expr, bounds: Mapping[sympy.Symbol, Limits] | None = None) -> bool:
     """False only if an integer expression is 0 for no element of a call.
 
     Args:
-        known: bounds of further symbols, such as names of common subexpressions.
+        bounds: bounds of further symbols, such as names of common subexpressions.
     """
     if isinstance(expr, sympy.Mul):
-        return any(may_be_zero(factor, known) for factor in expr.args)
+        return any(may_be_zero(factor, bounds) for factor in expr.args)
     if isinstance(expr, sympy.Pow):
-        return may_be_zero(expr.base, known)
+        return may_be_zero(expr.base, bounds)
     if isinstance(expr, sympy.Piecewise):
-        return any(may_be_zero(value, known) for value in _values_at_zero(expr))
+        return any(may_be_zero(value, bounds) for value in _values_at_zero(expr))
     if isinstance(expr, sympy.Add):
         constant, rest = expr.as_coeff_Add()
         step = math.gcd(*(int(term.as_coeff_Mul()[0]) for term in sympy.Add.make_args(rest)))
         if constant % step != 0:
             return False
-    low, high = limits(expr, {**LIMITS_INSIDE, **(known or {})})
+    low, high = limits(expr, {**LIMITS_INSIDE, **(bounds or {})})
     return low <= 0 <= high
 
 
 def _values_at_zero(choice: sympy.Piecewise) -> Iterator[sympy.Expr]:
-    """The values of a choice whose condition does not exclude that they are 0."""
+    """The values of a choice that may be 0 as far as their conditions tell."""
     before = sympy.true
     for value, condition in choice.args:
         chosen = sympy.And(before, condition)
@@ -61,8 +61,8 @@ def _values_at_zero(choice: sympy.Piecewise) -> Iterator[sympy.Expr]:
 
 
 def is_data(expr: sympy.Basic) -> bool:
-    """True for elements of captured tensors and for lengths, which packed sequences have as data:
-    no check before the launch knows them."""
+    """True for elements of captured tensors and for lengths, which are data in packed sequences: no
+    check before the launch knows them."""
     return contains(expr, TensorRead) or not expr.free_symbols.isdisjoint((SEQ_Q, SEQ_K))
 
 
@@ -87,13 +87,13 @@ def check_divisors(result: sympy.Basic, *operands: sympy.Basic) -> None:
 def divisions_by_zero(expr: sympy.Basic) -> list[tuple[sympy.Expr, sympy.Basic]]:
     """Each division whose divisor the numbers of a call can make 0, with the condition for it.
 
-    The condition is over scalars and sizes. It contains those of the choices around the division,
-    so that a branch that a call does not choose may divide by 0.
+    The condition is over scalars and sizes. It includes the conditions of the choices around the
+    division, so that a branch that a call does not choose may divide by 0.
     """
     divisions = atoms_of(expr, FloorDiv, FloorMod)
-    if not any(map(_by_call, divisions)):
+    if not any(map(_may_divide_by_zero, divisions)):
         return []
-    found: dict[tuple[sympy.Expr, sympy.Basic], None] = {}
+    divided: dict[tuple[sympy.Expr, sympy.Basic], None] = {}
     seen: set[tuple[sympy.Basic, sympy.Basic]] = set()
     waiting: list[tuple[sympy.Basic, sympy.Basic]] = [(expr, sympy.true)]
 
@@ -106,43 +106,45 @@ def divisions_by_zero(expr: sympy.Basic) -> list[tuple[sympy.Expr, sympy.Basic]]
         if isinstance(part, sympy.Piecewise):
             for value, condition in part.args:
                 visit(condition, guard)
-                visit(value, sympy.And(guard, _known(condition)))
-                guard = sympy.And(guard, _known(sympy.Not(condition)))
+                visit(value, sympy.And(guard, _call_condition(condition)))
+                guard = sympy.And(guard, _call_condition(sympy.Not(condition)))
             return
         for arg in part.args:
             others = [other for other in part.args if other is not arg]
             if isinstance(part, sympy.And):
-                visit(arg, sympy.And(guard, *map(_known, others)))
+                visit(arg, sympy.And(guard, *map(_call_condition, others)))
             elif isinstance(part, sympy.Or):
-                visit(arg, sympy.And(guard, *(_known(sympy.Not(other)) for other in others)))
+                visit(
+                    arg, sympy.And(guard, *(_call_condition(sympy.Not(other)) for other in others))
+                )
             else:
                 visit(arg, guard)
-        if isinstance(part, FloorDiv | FloorMod) and _by_call(part):
+        if isinstance(part, FloorDiv | FloorMod) and _may_divide_by_zero(part):
             reached = sympy.And(guard, sympy.Eq(part.args[1], 0))
             if reached != sympy.false:
-                found[part, reached] = None
+                divided[part, reached] = None
 
     while waiting:
-        place = waiting.pop()
-        if place not in seen:
-            seen.add(place)
-            visit(*place)
-    return list(found)
+        part_and_guard = waiting.pop()
+        if part_and_guard not in seen:
+            seen.add(part_and_guard)
+            visit(*part_and_guard)
+    return list(divided)
 
 
-def _by_call(division: sympy.Expr) -> bool:
+def _may_divide_by_zero(division: sympy.Expr) -> bool:
     """True for a division of integers whose divisor the numbers of a call can make 0."""
     divisor = division.args[1]
-    known = bool(divisor.free_symbols) and is_int(division) and _of_call(divisor)
-    return known and may_be_zero(divisor)
+    is_of_call = bool(divisor.free_symbols) and is_int(division) and _is_of_call(divisor)
+    return is_of_call and may_be_zero(divisor)
 
 
-def _known(condition: sympy.Basic) -> sympy.Basic:
-    """A condition on scalars and sizes itself; true for any other."""
-    return condition if _of_call(condition) and _is_plain(condition) else sympy.true
+def _call_condition(condition: sympy.Basic) -> sympy.Basic:
+    """A condition on scalars and sizes as it is; true in place of any other."""
+    return condition if _is_of_call(condition) and _is_plain(condition) else sympy.true
 
 
-def _of_call(expr: sympy.Basic) -> bool:
+def _is_of_call(expr: sympy.Basic) -> bool:
     return not contains(expr, TensorRead) and expr.free_symbols.isdisjoint({*POSITIONS, SCORE})
 
 

@@ -37,11 +37,11 @@ class Bounded(NamedTuple):
     """The range of a function whose values lie in [-bound, bound].
 
     Attributes:
-        of_finite: whether it is defined for finite arguments only.
+        finite_only: whether it is defined for finite arguments only.
     """
 
     bound: int
-    of_finite: bool = False
+    finite_only: bool = False
 
 
 class FloatFunction(RealFunction):
@@ -55,11 +55,12 @@ class FloatFunction(RealFunction):
         numpy: its name in numpy where that is another one; where numpy has none, math's is used.
         cuda: its name in kernels of float32 operands, and of float16 and bfloat16.
         pole: the argument at which the value is -inf.
-        most_instructions: of one call, for the limits of a kernel's size.
-        instructions: as counted in kernels of float16, and of float32, for the time of a tile.
-        special: of the instructions, those of special-function units, in the same two kernels.
+        most_instructions: the most instructions of one call, for the limits of a kernel's size.
+        instructions: the instructions counted in kernels of float16, and of float32, for the time
+            of a tile.
+        special: the number of instructions of special-function units, in the same two kernels.
         is_costly: whether code computes it only on the paths that need it.
-        interval: how its range over a tile follows from those of its arguments; None where nothing
+        interval: how its range over a tile follows from its arguments' ranges; None where nothing
             is known.
     """
 
@@ -89,7 +90,7 @@ FUNCTIONS: dict[str, type[FloatFunction]] = {}
 
 
 class Abs(RealFunction):
-    """The absolute value of a float. `sympy.Abs`, that of an integer, rewrites its argument."""
+    """The absolute value of a float. `sympy.Abs`, for integers, rewrites its argument."""
 
     nargs = (1,)
     form = staticmethod(sympy.Abs)
@@ -162,7 +163,7 @@ class Sin(FloatFunction):
     instructions = (21, 21)
     special = (0, 0)
     is_costly = False
-    interval = Bounded(1, of_finite=True)
+    interval = Bounded(1, finite_only=True)
     form = staticmethod(sympy.sin)
     slope = staticmethod(lambda x: Cos(x))
 
@@ -176,7 +177,7 @@ class Cos(FloatFunction):
     instructions = (21, 21)
     special = (0, 0)
     is_costly = False
-    interval = Bounded(1, of_finite=True)
+    interval = Bounded(1, finite_only=True)
     form = staticmethod(sympy.cos)
     slope = staticmethod(lambda x: -Sin(x))
 

@@ -50,7 +50,7 @@ class AsFloat(RealFunction):
 
 
 def plain(x: sympy.Expr) -> sympy.Expr:
-    """An argument of an operation, which converts integers anyway."""
+    """An argument of an operation without its conversion, which the operation implies."""
     return x.args[0] if isinstance(x, AsFloat) else x
 
 
@@ -62,7 +62,7 @@ def negative(x: sympy.Expr) -> sympy.Expr:
 
 
 def _positive(x: sympy.Expr) -> sympy.Expr | None:
-    """The float of which ``x`` is the negation; None where it is not written as one."""
+    """The float that ``x`` negates; None where ``x`` is not written as a negation."""
     if x.is_Number:
         return -x if x.is_negative else None
     if isinstance(x, sympy.Mul) and x.args[0] is sympy.S.NegativeOne and not is_int(x):
@@ -77,8 +77,8 @@ class _FloatOperation(RealFunction):
 
     def _eval_is_integer(self) -> Any:
         """True of sums, products and powers of floats without a fraction, such as ``floor(x)``."""
-        whole = all(x.is_integer for x in self.args) and not all(map(is_int, self.args))
-        return True if whole and self._keeps_integers() else None
+        are_whole = all(x.is_integer for x in self.args) and not all(map(is_int, self.args))
+        return True if are_whole and self._keeps_integers() else None
 
     def _keeps_integers(self) -> bool:
         return True
@@ -126,7 +126,7 @@ class FloatQuotient(_FloatOperation):
 
     @property
     def has_poles(self) -> bool:
-        """Not of a size as the divisor: where it is 0, there is no score."""
+        """Whether the divisor can be 0. A size of a call cannot: without rows there is no score."""
         return self.args[1] not in (BATCH, HEADS, SEQ_Q, SEQ_K)
 
     @classmethod
@@ -173,7 +173,7 @@ class FloatPower(_FloatOperation):
         return bool(self.args[1].is_nonnegative)
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
-        """As torch's: without a division by the base, and 0 where the exponent is 0."""
+        """The derivative of torch: without a division by the base, 0 where the exponent is 0."""
         a, n = map(_as_factor, self.args)
         if argindex == 1 and n.is_number:
             return n * a ** (n - 1)
@@ -202,8 +202,8 @@ def in_reals(expr: sympy.Basic) -> sympy.Basic:
     if isinstance(expr, AsFloat | _FloatOperation):
         assert expr.form is not None
         return expr.form(*args)
-    # Comparisons remain those of floats: sympy rewrites its own in a choice that is a power's base,
-    # dividing by what stands beside the unknown, which is 0 where both sides are numbers.
+    # Comparisons of floats remain: sympy rewrites its own comparisons in a choice that is a power's
+    # base, dividing by the factor of the unknown, which is 0 where both sides are numbers.
     return with_args(expr, args)
 
 

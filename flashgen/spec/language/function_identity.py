@@ -35,8 +35,8 @@ def bound(function: Any) -> Any:
     Raises:
         SpecError: the function can reach a value that cannot be copied, such as a generator.
     """
-    data, kept = _pickled(function)
-    return _Unpickler(io.BytesIO(data), kept).load()
+    data, objects = _pickled(function)
+    return _Unpickler(io.BytesIO(data), objects).load()
 
 
 def identity_of(function: Any) -> Hashable:
@@ -49,16 +49,21 @@ def identity_of(function: Any) -> Hashable:
 
 def outside(function: Any) -> Hashable:
     """The data attributes of the user's classes and modules that a function can reach."""
-    _, kept = _pickled(function)
-    owners = [owner for owner in kept if isinstance(owner, type | types.ModuleType)]
-    named = {name for code in kept if isinstance(code, types.CodeType) for name in _words(code)}
-    found: list[Hashable] = []
+    _, objects = _pickled(function)
+    owners = [owner for owner in objects if isinstance(owner, type | types.ModuleType)]
+    named = {
+        name
+        for code in objects
+        if isinstance(code, types.CodeType)
+        for name in _names_in_code(code)
+    }
+    attributes: list[Hashable] = []
     for owner in owners:
-        for each in owner.__mro__ if isinstance(owner, type) else (owner,):
-            if not _is_library(getattr(each, "__module__", None) or each.__name__):
-                values = [(n, x) for n, x in sorted(vars(each).items()) if n in named]
-                found += [(each.__name__, n, _identity(x, ())) for n, x in values]
-    return tuple(found)
+        for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
+            if not _is_library(getattr(holder, "__module__", None) or holder.__name__):
+                values = [(n, x) for n, x in sorted(vars(holder).items()) if n in named]
+                attributes += [(holder.__name__, n, _identity(x, ())) for n, x in values]
+    return tuple(attributes)
 
 
 def _identity(value: Any, above: tuple[object, ...]) -> Hashable:
@@ -73,14 +78,14 @@ def _identity(value: Any, above: tuple[object, ...]) -> Hashable:
         if value in above:
             return "again", above.index(value)
         above = (*above, value)
-        cells, outer = _seen(value)
+        cells, outer = _reached_values(value)
         defaults = value.__defaults__, _pairs(value.__kwdefaults__)
         parts = (defaults, cells, _pairs(outer), _pairs(value.__dict__))
         return value.__code__, _identity(parts, above)
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return _Same(value)
-    data, kept = _pickled(value)
-    return data, tuple(x if isinstance(x, types.CodeType) else _Same(x) for x in kept)
+    data, objects = _pickled(value)
+    return data, tuple(x if isinstance(x, types.CodeType) else _Same(x) for x in objects)
 
 
 class _Same:
@@ -104,8 +109,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
-        self.kept: list[Any] = []
-        self.places: dict[int, int] = {}
+        self.objects: list[Any] = []
+        self.indices: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         plain = isinstance(value, type | types.ModuleType | types.CodeType | enum.Enum)
@@ -113,29 +118,29 @@ class _Pickler(pickle.Pickler):
             plain = _is_library(value.__module__)
         if not plain:
             return None
-        if id(value) not in self.places:
-            self.places[id(value)] = len(self.kept)
-            self.kept.append(value)
-        return self.places[id(value)]
+        if id(value) not in self.indices:
+            self.indices[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.indices[id(value)]
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
-            cells, outer = _seen(value)
+            cells, outer = _reached_values(value)
             state = cells, outer, value.__defaults__, value.__kwdefaults__, value.__dict__
-            made = (value.__code__, value.__name__, value.__module__)
-            return _empty_function, made, state, None, None, _fill_function
-        if isinstance(value, functools._lru_cache_wrapper):  # its results are those of the function
+            arguments = (value.__code__, value.__name__, value.__module__)
+            return _empty_function, arguments, state, None, None, _fill_function
+        if isinstance(value, functools._lru_cache_wrapper):  # it returns what its function does
             return _unchanged, (value.__wrapped__,)
         return NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, objects: list[Any]) -> None:
         super().__init__(file)
-        self.kept = kept
+        self.objects = objects
 
-    def persistent_load(self, place: int) -> Any:
-        return self.kept[place]
+    def persistent_load(self, index: int) -> Any:
+        return self.objects[index]
 
 
 def _pickled(value: Any) -> tuple[bytes, list[Any]]:
@@ -151,7 +156,7 @@ def _pickled(value: Any) -> tuple[bytes, list[Any]]:
             way_out="a function of numbers, lists and plain objects; or layout=None and the tensor "
             "with each call",
         ) from error
-    return file.getvalue(), pickler.kept
+    return file.getvalue(), pickler.objects
 
 
 def _unchanged(value: Any) -> Any:
@@ -185,7 +190,7 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Code:
-    """The code of a function as `marshal` has it, which is that of one version of Python."""
+    """The code of a function as `marshal` has it, for one version of Python."""
 
     python: str
     where: str
@@ -194,15 +199,15 @@ class _Code:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A function by value: what it is made of, and what other processes import for it."""
+    """A function by value: its pickle, and the objects that other processes import for it."""
 
     data: bytes
-    kept: tuple[Any, ...]
+    objects: tuple[Any, ...]
 
 
 def to_parts(function: Any) -> Any:
     """A picklable form of a function that cannot be imported, with the values that it can reach."""
-    data, kept = _pickled(function)
+    data, objects = _pickled(function)
     where = str(lines_of(function, "")) if callable(function) else "unknown"
 
     def portable(value: Any) -> Any:
@@ -212,7 +217,7 @@ def to_parts(function: Any) -> Any:
             return _Code(str(sys.implementation.cache_tag), where, marshal.dumps(value))
         return value
 
-    return _Parts(data, tuple(map(portable, kept)))
+    return _Parts(data, tuple(map(portable, objects)))
 
 
 def from_parts(part: Any) -> Any:
@@ -224,7 +229,7 @@ def from_parts(part: Any) -> Any:
     if isinstance(part, _Module):
         return __import__(part.name, fromlist=["*"])
     if isinstance(part, _Parts):
-        return _Unpickler(io.BytesIO(part.data), list(map(from_parts, part.kept))).load()
+        return _Unpickler(io.BytesIO(part.data), list(map(from_parts, part.objects))).load()
     if not isinstance(part, _Code):
         return part
     if part.python != sys.implementation.cache_tag:
@@ -238,11 +243,14 @@ def from_parts(part: Any) -> Any:
     return marshal.loads(part.code)
 
 
-def _seen(function: types.FunctionType) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The values in a function's closure, and those of its module that it names."""
+def _reached_values(function: types.FunctionType) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The values in a function's closure, and the values of its module that it names."""
     cells = tuple(map(_content, function.__closure__ or ()))
-    known = function.__globals__
-    return cells, {name: known[name] for name in sorted(_words(function.__code__) & known.keys())}
+    module_values = function.__globals__
+    return cells, {
+        name: module_values[name]
+        for name in sorted(_names_in_code(function.__code__) & module_values.keys())
+    }
 
 
 def _content(cell: types.CellType) -> Any:
@@ -252,11 +260,11 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _words(code: types.CodeType) -> set[str]:
+def _names_in_code(code: types.CodeType) -> set[str]:
     """Names and texts by which the code, nested code included, may read a variable."""
     codes = list(nested_codes(code))
-    texts = {x for each in codes for x in each.co_consts if isinstance(x, str)}
-    return texts.union(*(each.co_names for each in codes))
+    texts = {x for nested in codes for x in nested.co_consts if isinstance(x, str)}
+    return texts.union(*(nested.co_names for nested in codes))
 
 
 def _pairs(named: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
@@ -275,14 +283,14 @@ def _is_library(module: str | None) -> bool:
 def is_the_same_everywhere(function: Any) -> bool:
     """Whether other processes can import the function by name and it reads no values there."""
     if isinstance(function, types.FunctionType):
-        cells, outer = _seen(function)
+        cells, outer = _reached_values(function)
         if cells or outer or function.__defaults__ or function.__kwdefaults__:
             return False
     elif not isinstance(function, types.BuiltinFunctionType):
         return False
-    found: Any = inspect.getmodule(function)
-    if found is None or found.__name__ == "__main__":
+    value: Any = inspect.getmodule(function)
+    if value is None or value.__name__ == "__main__":
         return False
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is function
+        value = getattr(value, name, None)
+    return value is function

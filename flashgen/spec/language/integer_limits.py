@@ -52,20 +52,20 @@ LIMITS_INSIDE = {SEQ_Q: (1, POSITION_LIMIT), SEQ_K: (1, POSITION_LIMIT)}
 
 def limits(
     expr: sympy.Expr,
-    known: Mapping[sympy.Symbol, Limits] | None = None,
+    bounds: Mapping[sympy.Symbol, Limits] | None = None,
     memo: dict[sympy.Expr, Limits] | None = None,
 ) -> Limits:
     """The least and the greatest value that an integer expression can take, as Python ints.
 
     The bounds hold but need not be tight: equal subexpressions are treated as independent.
-    ``known`` gives bounds of further symbols, such as names of common subexpressions. ``memo``
-    keeps those of subexpressions, for further calls with the same ``known``.
+    ``bounds`` gives bounds of further symbols, such as names of common subexpressions. ``memo``
+    keeps the limits of subexpressions, for further calls with the same ``bounds``.
     """
-    if known is None:
+    if bounds is None:
         return _limits_alone(expr)
     memo = {} if memo is None else memo
     if expr not in memo:
-        memo[expr] = _limits(expr, known, memo)
+        memo[expr] = _limits(expr, bounds, memo)
     return memo[expr]
 
 
@@ -76,20 +76,20 @@ def _limits_alone(expr: sympy.Expr) -> Limits:
 
 def _limits(
     expr: sympy.Expr,
-    known: Mapping[sympy.Symbol, Limits] | None,
+    bounds: Mapping[sympy.Symbol, Limits] | None,
     memo: dict[sympy.Expr, Limits] | None,
 ) -> Limits:
     if isinstance(expr, sympy.Symbol):
-        return _symbol(expr, known or {})
+        return _symbol(expr, bounds or {})
     if expr.is_Integer:
         return int(expr), int(expr)
     if isinstance(expr, sympy.Piecewise):
-        return _join([limits(value, known, memo) for value, _ in expr.args])
+        return _join([limits(value, bounds, memo) for value, _ in expr.args])
     if isinstance(expr, Select):
-        return _join([limits(value, known, memo) for value in expr.args[1:]])
+        return _join([limits(value, bounds, memo) for value in expr.args[1:]])
     if isinstance(expr, TensorRead) and is_int(expr):
         return expr.limits
-    parts = [limits(arg, known, memo) for arg in expr.args]
+    parts = [limits(arg, bounds, memo) for arg in expr.args]
     if isinstance(expr, sympy.Add):
         return sum(lo for lo, _ in parts), sum(hi for _, hi in parts)
     if isinstance(expr, sympy.Mul):
@@ -124,17 +124,17 @@ def decided(
     kind: type[Relational],
     a: sympy.Expr,
     b: sympy.Expr,
-    known: Mapping[sympy.Symbol, Limits] | None = None,
+    bounds: Mapping[sympy.Symbol, Limits] | None = None,
 ) -> bool | None:
     """The truth of a comparison ``kind(a, b)`` of integers, where it is always the same.
 
-    ``known`` gives bounds of symbols, as for `limits`.
+    ``bounds`` gives bounds of symbols, as for `limits`.
     """
-    (a_lo, a_hi), (b_lo, b_hi) = limits(a, known), limits(b, known)
+    (a_lo, a_hi), (b_lo, b_hi) = limits(a, bounds), limits(b, bounds)
     if kind not in (sympy.Eq, sympy.Ne):
-        one, other = bool(kind(a_lo, b_hi)), bool(kind(a_hi, b_lo))
-        if one == other:
-            return one
+        at_low, at_high = bool(kind(a_lo, b_hi)), bool(kind(a_hi, b_lo))
+        if at_low == at_high:
+            return at_low
     elif a_lo > b_hi or a_hi < b_lo:
         return kind is sympy.Ne
     difference = a - b
@@ -155,9 +155,9 @@ def too_large(expr: sympy.Expr, bits: int = KERNEL_BITS) -> sympy.Expr | None:
     """The first part of an integer expression that may not fit ``bits`` bits and a sign."""
     if expr.args and not isinstance(expr, sympy.Piecewise | Select | TensorRead):
         for arg in expr.args:
-            found = too_large(arg, bits)
-            if found is not None:
-                return found
+            part = too_large(arg, bits)
+            if part is not None:
+                return part
     return expr if magnitude(expr) >= 2**bits else None
 
 
@@ -168,12 +168,12 @@ def magnitude(expr: sympy.Expr) -> int:
     return max(map(abs, limits(expr)))
 
 
-def _symbol(symbol: sympy.Symbol, known: Mapping[sympy.Symbol, Limits]) -> Limits:
-    if symbol in known:
-        return known[symbol]
-    of_let: Limits | None = getattr(symbol, "limits", None)
-    if of_let is not None:  # a Let, whose value has been bounded
-        return of_let
+def _symbol(symbol: sympy.Symbol, bounds: Mapping[sympy.Symbol, Limits]) -> Limits:
+    if symbol in bounds:
+        return bounds[symbol]
+    let_limits: Limits | None = getattr(symbol, "limits", None)
+    if let_limits is not None:  # a Let, whose value has been bounded
+        return let_limits
     if symbol in _POSITIONS:
         return -POSITION_LIMIT, POSITION_LIMIT
     least = -SCALAR_LIMIT

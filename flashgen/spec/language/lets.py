@@ -51,9 +51,9 @@ class Let(sympy.Symbol):  # type: ignore[misc]
 
     def __new__(cls, value: sympy.Basic) -> Let:
         name = "let_" + hashlib.sha256(_text(value).encode()).hexdigest()[:16]
-        known = _LETS.get(name)
-        if known is not None:
-            return known
+        existing = _LETS.get(name)
+        if existing is not None:
+            return existing
         let: Let = sympy.Symbol.__xnew__(cls, name, **_assumptions(value))
         let.value = value
         let.limits = _limits(value) if let.is_integer else None
@@ -75,8 +75,8 @@ class Let(sympy.Symbol):  # type: ignore[misc]
         return self._eval_derivative(by)
 
     def _eval_subs(self, old: sympy.Basic, new: sympy.Basic) -> sympy.Basic:
-        """In the value too: sympy asks for signs of what it substitutes, without end where a
-        symbol stays."""
+        """Substitutes in the value too: sympy asks for signs of the result, and would ask without
+        end where a symbol remains."""
         return substituted(self, {old: new}) if old in self._free else self
 
     def __getnewargs_ex__(self) -> tuple[tuple[sympy.Basic], dict[str, Any]]:
@@ -121,12 +121,12 @@ def named(expr: sympy.Basic) -> sympy.Basic:
 
 
 def _is_small(expr: sympy.Basic) -> bool:
-    left, level = LARGEST, [expr]
+    remaining, level = LARGEST, [expr]
     for _ in range(DEEPEST):
         level = [arg for part in level for arg in part.args]
-        left -= len(level)
-        if not level or left < 0:
-            return left >= 0
+        remaining -= len(level)
+        if not level or remaining < 0:
+            return remaining >= 0
     return False
 
 
@@ -135,24 +135,24 @@ def direct_lets(expr: sympy.Basic) -> tuple[Let, ...]:
     """The Lets in an expression, without those inside of Lets, in order of first use."""
     if isinstance(expr, Let):
         return (expr,)
-    found: dict[Let, None] = {}
+    lets: dict[Let, None] = {}
     for arg in expr.args:
-        found.update(dict.fromkeys(direct_lets(arg)))
-    return tuple(found)
+        lets.update(dict.fromkeys(direct_lets(arg)))
+    return tuple(lets)
 
 
 def lets_of(*exprs: sympy.Basic) -> tuple[Let, ...]:
     """All Lets in expressions, each after those that its value uses."""
-    found: dict[Let, None] = {}
+    lets: dict[Let, None] = {}
     waiting = [let for expr in reversed(exprs) for let in reversed(direct_lets(expr))]
     while waiting:
         let = waiting[-1]
-        inner = [each for each in direct_lets(let.value) if each not in found]
-        if let in found or not inner:
-            found[waiting.pop()] = None
+        inner = [used for used in direct_lets(let.value) if used not in lets]
+        if let in lets or not inner:
+            lets[waiting.pop()] = None
         else:
             waiting += reversed(inner)
-    return tuple(found)
+    return tuple(lets)
 
 
 def parts_of(*exprs: sympy.Basic) -> tuple[sympy.Basic, ...]:
@@ -161,7 +161,7 @@ def parts_of(*exprs: sympy.Basic) -> tuple[sympy.Basic, ...]:
 
 
 def size_of(expr: sympy.Basic) -> int:
-    """The nodes of an expression with the values of Lets in their place."""
+    """The number of nodes of an expression with the values of Lets in their place."""
     sizes: dict[sympy.Basic, int] = {}
 
     def nodes(part: sympy.Basic) -> int:
@@ -185,21 +185,21 @@ def substituted(expr: sympy.Basic, values: Mapping[Any, sympy.Basic]) -> sympy.B
 
     An expression among the keys has its value in place of what it contains.
     """
-    found: dict[sympy.Basic, sympy.Basic] = dict(values)
+    replacements: dict[sympy.Basic, sympy.Basic] = dict(values)
     for let in lets_of(expr):
         if not let.free_symbols.isdisjoint(values):
-            found[let] = Let(replaced(let.value, found))
-    return replaced(expr, found)
+            replacements[let] = Let(replaced(let.value, replacements))
+    return replaced(expr, replacements)
 
 
 def replaced(expr: sympy.Basic, values: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Basic:
     """``expr.xreplace(values)`` with the conditions of choices as they are written."""
-    found = dict(values)
+    results = dict(values)
 
     def rebuilt(expr: sympy.Basic) -> sympy.Basic:
-        if expr not in found:
-            found[expr] = with_args(expr, [rebuilt(arg) for arg in expr.args])
-        return found[expr]
+        if expr not in results:
+            results[expr] = with_args(expr, [rebuilt(arg) for arg in expr.args])
+        return results[expr]
 
     return rebuilt(expr)
 
@@ -233,6 +233,6 @@ def atoms_of(expr: sympy.Basic, *kinds: type[sympy.Basic]) -> set[sympy.Basic]:
 
 
 def elements_of(*exprs: sympy.Basic) -> tuple[Element, ...]:
-    """Every element that expressions read, those in indices included, in a fixed order."""
-    found = {part for part in distinct(*parts_of(*exprs)) if isinstance(part, Element)}
-    return tuple(sorted(found, key=sympy.default_sort_key))
+    """Every element that expressions read, also in indices, in a fixed order."""
+    elements = {part for part in distinct(*parts_of(*exprs)) if isinstance(part, Element)}
+    return tuple(sorted(elements, key=sympy.default_sort_key))

@@ -32,7 +32,7 @@ from flashgen.spec.language.traced import (
     as_expr,
     captures_of,
     exprs_of,
-    made,
+    traced_value,
 )
 from flashgen.spec.language.user_source import in_specs, refuse
 
@@ -40,33 +40,33 @@ from flashgen.spec.language.user_source import in_specs, refuse
 @in_specs
 def where(condition: Operand, a: Operand, b: Operand) -> Traced:
     """``a`` where ``condition`` holds, else ``b``; both are numbers or both are conditions."""
-    test, (yes, no) = as_condition(as_expr(condition)), exprs_of(a, b)
+    test, (if_true, if_false) = as_condition(as_expr(condition)), exprs_of(a, b)
     if not is_condition(test):
         refuse(
             "the first argument of fg.where is a condition, this is a number",
             numbers=f"operand {python_text(test)}",
             way_out="a comparison, as in fg.where(q < k, a, b)",
         )
-    if is_condition(yes) != is_condition(no):
+    if is_condition(if_true) != is_condition(if_false):
         refuse(
             "fg.where chooses between two numbers or two conditions, not one of each",
-            numbers=f"{python_text(yes)} and {python_text(no)}",
+            numbers=f"{python_text(if_true)} and {python_text(if_false)}",
             way_out="fg.where(condition, 1, 0) to make a number of a condition",
         )
-    chosen = made(choose(test, yes, no), a, b)
+    chosen = traced_value(choose(test, if_true, if_false), a, b)
     return Value(chosen.expr, captures_of(condition, a, b), chosen.narrow)
 
 
-def choose(test: sympy.Basic, yes: sympy.Basic, no: sympy.Basic) -> sympy.Basic:
+def choose(test: sympy.Basic, if_true: sympy.Basic, if_false: sympy.Basic) -> sympy.Basic:
     """The expression of ``where``."""
-    if is_condition(yes):
-        return sympy.Or(sympy.And(test, yes), sympy.And(sympy.Not(test), no))
-    if test == sympy.true or yes == no:
-        return yes
+    if is_condition(if_true):
+        return sympy.Or(sympy.And(test, if_true), sympy.And(sympy.Not(test), if_false))
+    if test == sympy.true or if_true == if_false:
+        return if_true
     if test == sympy.false:
-        return no
+        return if_false
     # Without evaluate=False sympy would rewrite the user's conditions.
-    return sympy.Piecewise((yes, _without_choices(test)), (no, True), evaluate=False)
+    return sympy.Piecewise((if_true, _without_choices(test)), (if_false, True), evaluate=False)
 
 
 def _without_choices(test: sympy.Basic) -> sympy.Basic:
@@ -162,7 +162,7 @@ def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -
 
 
 def _replaces(bound: Operand, beyond: Traced) -> Traced:
-    """Whether a bound of `clamp` replaces the number: where it is exceeded, or NaN."""
+    """The condition that a bound of `clamp` replaces the number: it is exceeded, or NaN."""
     expr = as_expr(bound)
     return beyond if is_int(expr) or expr.is_number else beyond | (bound != bound)
 
@@ -214,11 +214,11 @@ def rand(b: Operand, h: Operand, q: Operand, k: Operand, stream: int = 0) -> Tra
                 way_out="positions and integer expressions of them, as in fg.rand(b, h, q, k)",
             )
     state = random_state()
-    words = [state[place] for place in range(3)]
+    words = [state[index] for index in range(3)]
     bits = apply_function("rand", RandomBits, *words, stream, b, h, q, k)
     unit: Any = Fraction(1, 1 << BITS)
-    found: Traced = bits * unit
-    return found
+    number: Traced = bits * unit
+    return number
 
 
 def _function(record: type[FloatFunction]) -> Callable[..., Traced]:

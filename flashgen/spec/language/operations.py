@@ -36,7 +36,7 @@ def operations(
 
     Args:
         multipliers: the divisors by which kernels divide by a multiplication.
-        fast: whether powers by literal fractions are those of a logarithm.
+        fast: whether powers by literal fractions are computed by a logarithm.
     """
 
     def cost(node: sympy.Basic) -> int:
@@ -58,16 +58,16 @@ def is_fraction_power(node: sympy.Basic) -> bool:
 
 
 def effort(exprs: Sequence[sympy.Basic]) -> int:
-    """The time that the kernels of expressions take to be made, in that of an addition.
+    """The time that it takes to make the kernels of expressions, in units of an addition.
 
-    It grows with the operations more than with their instructions.
+    This time depends on the number of operations more than on their instructions.
     """
     return sum(map(_effort, distinct(*parts_of(*exprs))))
 
 
 def effort_so_far(let: Let) -> int:
-    """As `effort` of a part of a mod, in the time of one step for each part that it uses."""
-    return sum(_own_effort(each) for each in lets_of(let))
+    """The `effort` of a part of a mod, found in one step for each part that it uses."""
+    return sum(_own_effort(part) for part in lets_of(let))
 
 
 @lru_cache(maxsize=1 << 14)

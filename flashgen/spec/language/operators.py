@@ -73,10 +73,10 @@ def combined(operator: str, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
         _check_integers(operator, a, b)
     if operator in _RELATIONS:
         return compare(_RELATIONS[operator], a, b)
-    whole = is_int(a) and is_int(b) and (operator != "**" or b in _EXACT_POWERS)
-    if whole and operator in ("*", "**"):
+    in_integers = is_int(a) and is_int(b) and (operator != "**" or b in _EXACT_POWERS)
+    if in_integers and operator in ("*", "**"):
         _check_growth(operator, a, b)
-    result = (_INTEGER_OPERATORS if whole else _FLOAT_OPERATORS)[operator](a, b)
+    result = (_INTEGER_OPERATORS if in_integers else _FLOAT_OPERATORS)[operator](a, b)
     if operator in ("//", "%"):
         check_divisors(result, a, b)
     return result
@@ -120,7 +120,7 @@ def _check_integers(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
 
 
 def _check_growth(operator: str, a: sympy.Expr, b: sympy.Expr) -> None:
-    """Refuses products of integers that nothing in a kernel can hold, before they are computed."""
+    """Refuses products of integers that no type of a kernel can hold, before they are computed."""
     bits = [max(map(abs, limits(x))).bit_length() for x in (a, b)]
     size = bits[0] * int(b) if operator == "**" else sum(bits)
     if size > _MOST_BITS:
@@ -144,22 +144,22 @@ def _exclusive(a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
 
 
 def compare(kind: type[sympy.Basic], a: sympy.Expr, b: sympy.Expr) -> sympy.Basic:
-    """``kind(a, b)``, of integers where both sides are."""
+    """``kind(a, b)``, as a comparison of integers if both sides are integers."""
     if is_int(a) and is_int(b):
         # sympy would try in vain to decide it, which takes long.
         truth = decided(kind, a, b)
         return kind(a, b, evaluate=False) if truth is None else sympy.sympify(truth)
     for x, literal, relation in ((a, b, kind), (b, a, MIRRORED[kind])):
-        whole = _whole_bound(relation, plain(literal)) if is_int(x) else None
-        if whole is not None:
-            return compare(whole[0], x, whole[1])
+        bound = _whole_bound(relation, plain(literal)) if is_int(x) else None
+        if bound is not None:
+            return compare(bound[0], x, bound[1])
     return FLOAT_RELATIONS[kind](a, b)
 
 
 def _whole_bound(
     kind: type[sympy.Basic], literal: sympy.Expr
 ) -> tuple[type[sympy.Basic], sympy.Expr] | None:
-    """The comparison with an integer that is ``kind(x, literal)`` of every integer x, or None.
+    """The comparison with an integer that equals ``kind(x, literal)`` for every integer x, or None.
 
     The rounding of x to float32 does not change its order with small numbers.
     """

@@ -46,13 +46,13 @@ def factors_in_order(product: FloatProduct) -> list[sympy.Expr]:
     for inner, factor in (product.args, product.args[::-1]):
         if isinstance(inner, FloatProduct):
             return [*factors_in_order(inner), factor]
-    found = {_as_power(factor): factor for factor in product.args}
+    factors = {_as_power(factor): factor for factor in product.args}
     ordered = sympy.Mul(*map(_as_power, product.args), evaluate=False).as_ordered_factors()
-    return [found[factor] for factor in ordered]
+    return [factors[factor] for factor in ordered]
 
 
 def _as_power(expr: sympy.Expr) -> sympy.Expr:
-    """A power of floats as one of sympy's, which come first in a product."""
+    """A power of floats as a power of sympy, which comes first in a product."""
     return sympy.Pow(*expr.args, evaluate=False) if isinstance(expr, FloatPower) else expr
 
 
@@ -101,8 +101,8 @@ class _Printer(StrPrinter):  # type: ignore[misc]
     def _divided(self, expr: Any, sign: str) -> str:
         level = PRECEDENCE["Mul"]
         a, b = expr.args
-        left = self.parenthesize(a, level, strict=True)
-        return f"({left} {sign} {self.parenthesize(b, level)})"
+        dividend = self.parenthesize(a, level, strict=True)
+        return f"({dividend} {sign} {self.parenthesize(b, level)})"
 
     def _print_Infinity(self, expr: Any) -> str:
         return "inf"

@@ -50,7 +50,7 @@ class Scalar(Capture):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         if self.name in (*WHOLE, SPLIT, FIRST_ROW, *CHOICE):
-            return Scalar.of_whole, (self.name,)
+            return Scalar.reserved, (self.name,)
         return partial(Scalar, minimum=self.minimum), (self.name, self.dtype)
 
     @property
@@ -58,13 +58,13 @@ class Scalar(Capture):
         return self.name, self.dtype, self.minimum
 
     @staticmethod
-    def of_whole(name: str) -> Scalar:
+    def reserved(name: str) -> Scalar:
         """One of `shared.signature.WHOLE`, `SPLIT`, `FIRST_ROW` or `CHOICE`: names that no capture
         of a mod has."""
-        made = Scalar("number", "int32", minimum=_LEAST.get(name, 0))
-        made.name = name
-        Traced.__init__(made, _symbol(name, "int32", made.minimum), (made,))
-        return made
+        scalar = Scalar("number", "int32", minimum=_LEAST.get(name, 0))
+        scalar.name = name
+        Traced.__init__(scalar, _symbol(name, "int32", scalar.minimum), (scalar,))
+        return scalar
 
 
 _LEAST = {"whole_heads": 1, SPLIT: 16, FIRST_ROW: None}

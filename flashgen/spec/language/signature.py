@@ -85,12 +85,12 @@ def _divisible(spec: AttentionSpec) -> dict[str, int]:
     if sparse is not None and sparse.is_static and sparse.by_head:
         return {}
     dims = {tensor.symbol: tensor.dims for tensor in spec.tensors}
-    found = {}
+    divisors = {}
     for axis, index, size in zip(AXES, (B, H), (BATCH, HEADS), strict=True):
         groups = _groups_read(spec, dims, axis, index, size)
         if groups is not None and len(groups) < 2:
-            found[axis] = next(iter(groups), 0)
-    return found
+            divisors[axis] = next(iter(groups), 0)
+    return divisors
 
 
 def _groups_read(
@@ -100,10 +100,11 @@ def _groups_read(
     index: sympy.Symbol,
     size: sympy.Symbol,
 ) -> set[int] | None:
-    """None unless all that mask and score do with an index is to read the dimensions of its axis.
+    """The groups by which mask and score read the dimensions of an axis; None if they use its index
+    otherwise.
 
     Returns:
-        For heads the divisors by which the index is that of dimensions of key heads.
+        For heads, the divisors that turn the index of a query head into the index of a key head.
     """
     waiting: list[sympy.Basic] = [spec.mask, spec.score]
     seen: set[sympy.Basic] = set()
@@ -132,14 +133,14 @@ def _groups_read(
 
 
 def _zero_divisions(spec: AttentionSpec) -> tuple[ZeroDivision, ...]:
-    found = (each for expr in (spec.mask, spec.score) for each in divisions_by_zero(expr))
+    divisions = (pair for expr in (spec.mask, spec.score) for pair in divisions_by_zero(expr))
     return tuple(
         ZeroDivision(
             python_text(division).strip("()"),
             tuple(sorted(symbol.name for symbol in division.args[1].free_symbols)),
             _plain(reached),
         )
-        for division, reached in found
+        for division, reached in divisions
         # The lengths of packed and of paged sequences are data.
         if not ((spec.packed or spec.paged) and {SEQ_Q, SEQ_K} & reached.free_symbols)
     )
@@ -157,7 +158,7 @@ def _plain(expr: sympy.Basic) -> object:
 
 @functools.lru_cache(maxsize=1024)
 def with_dtype(spec: AttentionSpec, dtype: str) -> AttentionSpec:
-    """``spec`` for operands of another dtype, for calls under autocast and where it has none."""
+    """``spec`` for operands of another dtype, under autocast or where it has no dtype."""
     return _changed(spec, "dtype", dtype)
 
 
@@ -176,7 +177,7 @@ def at_offsets(spec: AttentionSpec, dtypes: tuple[tuple[str, str], ...]) -> Atte
     """
     if not dtypes:
         return spec
-    offsets = tuple(Tensor.of_call(name, ("batch",), dtype) for name, dtype in dtypes)
+    offsets = tuple(Tensor.reserved(name, ("batch",), dtype) for name, dtype in dtypes)
     name = "_".join((spec.name or "", *(tensor.name for tensor in offsets)))
     return with_options(spec, tensors=before_layout(spec, offsets), name=name)
 
@@ -189,8 +190,8 @@ def packed_queries(spec: AttentionSpec) -> AttentionSpec:
 
 
 @functools.lru_cache(maxsize=1024)
-def of_elements(spec: AttentionSpec) -> AttentionSpec:
-    """A spec whose cache has codes as the one with elements of the dtype of q."""
+def without_codes(spec: AttentionSpec) -> AttentionSpec:
+    """A spec whose cache has codes as a spec whose cache has elements of the dtype of q."""
     if spec.kv_dtype is None:
         return spec
     tensors = tuple(tensor for tensor in spec.tensors if tensor.name not in SCALE_NAMES)
@@ -201,13 +202,13 @@ def of_elements(spec: AttentionSpec) -> AttentionSpec:
 def contiguous(spec: AttentionSpec) -> AttentionSpec:
     """A spec with a paged cache as one with packed sequences, whose keys are copied from pages.
 
-    The CPU path and the reference compute it (`flashgen.shared.paged`). One with split keys is one
-    whose keys are not split.
+    The CPU path and the reference compute it (`flashgen.shared.paged`). If the keys of the spec are
+    split, the keys of the result are not.
     """
-    spec = of_elements(spec)
+    spec = without_codes(spec)
     paged = (*PAGE_NAMES, *BOUNDARY_NAMES)  # statistics read the positions of queries too
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in paged)
-    changed = of_expressions(spec, {Scalar.of_whole(WHOLE[3]).expr: SEQ_K})  # split keys
+    changed = substituted_options(spec, {Scalar.reserved(WHOLE[3]).expr: SEQ_K})  # split keys
     unsplit = dict.fromkeys(("split", "folds", "runs"), False)
     if not spec.paged:
         return with_options(spec, **unsplit, **changed)
@@ -223,7 +224,7 @@ def in_whole(spec: AttentionSpec) -> AttentionSpec:
     Packed and paged sequences keep lengths of their own, and so do the tensors `ROWS`, which are
     made of results of the part. The scalars of `shared.signature.WHOLE` come last.
     """
-    whole = tuple(map(Scalar.of_whole, WHOLE))
+    whole = tuple(map(Scalar.reserved, WHOLE))
     first, *sizes = (scalar.expr for scalar in whole)
     seen: dict[sympy.Basic, sympy.Basic] = {
         H: H + first,
@@ -231,20 +232,20 @@ def in_whole(spec: AttentionSpec) -> AttentionSpec:
     }
     if spec.packed or spec.paged:  # each sequence has lengths of its own
         del seen[SEQ_Q], seen[SEQ_K]
-    of_rows = {
-        x.symbol: Tensor.of_call(x.name, (x.dims[0], PART_HEADS, *x.dims[2:]), x.dtype)
+    row_tensors = {
+        x.symbol: Tensor.reserved(x.name, (x.dims[0], PART_HEADS, *x.dims[2:]), x.dtype)
         for x in spec.tensors
         if x.name in ROWS
     }
-    if of_rows:
+    if row_tensors:
         read = nodes_of(spec.score, spec.modified, spec.divided_weight)
-        seen |= {x: x for x in read if isinstance(x, Element) and x.tensor in of_rows}
+        seen |= {x: x for x in read if isinstance(x, Element) and x.tensor in row_tensors}
     return with_options(
         spec,
-        tensors=tuple(of_rows.get(x.symbol, x) for x in spec.tensors),
+        tensors=tuple(row_tensors.get(x.symbol, x) for x in spec.tensors),
         scalars=(*spec.scalars, *whole),
         name=f"{spec.name}_in_whole",
-        **of_expressions(spec, seen),
+        **substituted_options(spec, seen),
     )
 
 
@@ -267,18 +268,18 @@ def split(spec: AttentionSpec) -> AttentionSpec:
     """``spec`` for calls whose keys are split at the global positions 0, S, 2S, and so on.
 
     A thread block computes the result over the keys of one split, in float32 and without the sink;
-    `calls.runtime.merge` merges these results. The calls are inside a whole, because the length
-    that mods see is not that of a split. S is the last scalar, `shared.signature.SPLIT`. The
-    backward pass is that of ``spec``, which reads the merged results. Kernels set the length of the
-    whole for each sequence that has one of its own.
+    `calls.runtime.merge` merges these results. The calls are inside a whole, because mods see the
+    length of the sequence, not of a split. S is the last scalar, `shared.signature.SPLIT`. The
+    backward pass of ``spec`` reads the merged results. Kernels set the length of the whole for each
+    sequence that has a length of its own.
     """
     inside = WHOLE[0] in (scalar.name for scalar in spec.scalars)
     whole = spec if inside else in_whole(spec)
     if spec.paged or spec.packed:
         whole = with_options(
-            whole, **of_expressions(whole, {SEQ_K: Scalar.of_whole(WHOLE[3]).expr})
+            whole, **substituted_options(whole, {SEQ_K: Scalar.reserved(WHOLE[3]).expr})
         )
-    scalars = (*whole.scalars, Scalar.of_whole(SPLIT))
+    scalars = (*whole.scalars, Scalar.reserved(SPLIT))
     return with_options(whole, scalars=scalars, split=True, name=f"{spec.name}_split")
 
 
@@ -303,14 +304,15 @@ def folded(spec: AttentionSpec) -> AttentionSpec:
 def in_runs(spec: AttentionSpec) -> AttentionSpec:
     """`split` for calls whose thread blocks have a run of neighbouring splits of their rows each.
 
-    They join the results over these as the kernel that merges parts would, and write one part.
+    A thread block joins the results over its run as the kernel that merges parts would, and writes
+    one part.
     """
     parts = spec if spec.split else split(spec)
     return with_options(parts, runs=True, name=f"{str(parts.name).removesuffix('_split')}_runs")
 
 
 def joining(spec: AttentionSpec, run: int) -> AttentionSpec:
-    """The variant with split keys whose thread blocks have so many neighbouring splits of their
+    """The variant with split keys in which a thread block has so many neighbouring splits of its
     rows: one, a longer run, or `ALL_SPLITS`.
     """
     if run == ALL_SPLITS:
@@ -322,8 +324,8 @@ def joining(spec: AttentionSpec, run: int) -> AttentionSpec:
 def returning_maxima(spec: AttentionSpec, returned: bool = True) -> AttentionSpec:
     """``spec`` for calls whose third result is the largest score of each row, float32.
 
-    The score is that after score_mod; -inf stands for rows without keys. Only the forward kernel
-    is another one, and its first two results are those of ``spec``, whose weights are a softmax.
+    These are scores after score_mod; -inf stands for rows without keys. Only the forward kernel
+    differs, and not in its first two results. The weights of ``spec`` are a softmax.
     """
     return _changed(spec, "returns_maxima", returned)
 
@@ -332,8 +334,8 @@ def refuse_backward(spec: AttentionSpec, *, alone: str = "") -> None:
     """Raises SpecError for a variant that has no backward pass.
 
     Args:
-        alone: "queries" where only the gradient of q is computed, which does not need that the
-            keys of a sequence lie one after another; "keys" where those of k and v are.
+        alone: "queries" where only the gradient of q is computed, for which the keys of a sequence
+            need not lie one after another; "keys" where only the gradients of k and v are.
     """
     if alone == "" and any(tensor.name == OWNED for tensor in spec.tensors):
         raise SpecError(
@@ -388,18 +390,21 @@ def learning(spec: AttentionSpec, names: frozenset[str]) -> AttentionSpec:
     return with_options(spec, tensors=tuple(tensors.values()), sink=sink)
 
 
-def of_expressions(spec: AttentionSpec, values: Mapping[Any, sympy.Basic]) -> dict[str, object]:
-    """The expressions of a spec with others for symbols, as options of `with_options`."""
+def substituted_options(
+    spec: AttentionSpec, values: Mapping[Any, sympy.Basic]
+) -> dict[str, object]:
+    """The expressions of a spec with ``values`` for symbols, as options of `with_options`."""
     names = ("mask", "score", "modified", "divided_weight")
-    found: dict[str, object] = {x: substituted(getattr(spec, x), values) for x in names}
+    options: dict[str, object] = {x: substituted(getattr(spec, x), values) for x in names}
     statistics = (
-        (name, replace(each, expr=substituted(each.expr, values))) for name, each in spec.statistics
+        (name, replace(statistic, expr=substituted(statistic.expr, values)))
+        for name, statistic in spec.statistics
     )
-    return found | {"statistics": tuple(statistics)}
+    return options | {"statistics": tuple(statistics)}
 
 
 def before_layout(spec: AttentionSpec, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tensors of a spec with more of them; those of a block layout are the last ones."""
+    """The tensors of a spec with more of them; the tensors of a block layout come last."""
     last = (*LAYOUT_NAMES, *LISTS)
     layout = tuple(tensor for tensor in spec.tensors if tensor.name in last)
     others = tuple(tensor for tensor in spec.tensors if tensor.name not in last)

@@ -57,7 +57,7 @@ PAGES = tuple(
 
 
 SCALES = tuple(Tensor(name, SCALE_DIMS, "float32") for name in SCALE_NAMES)
-"""The tensors of a spec whose paged cache has codes: the factors of those of K and of V."""
+"""The tensors of a spec whose paged cache has codes: the factors of the codes of K and of V."""
 
 
 @in_specs
@@ -194,10 +194,10 @@ class AttentionSpec:
     runs: bool = field(init=False, repr=False, default=False)
     returns_maxima: bool = field(init=False, repr=False, default=False)
 
-    def __new__(cls, *given: object, **options: object) -> AttentionSpec:
-        """An empty spec. It refuses options that there are not, for which Python has no way out."""
-        accepted = [each.name for each in fields(cls) if each.init]
-        check_options(accepted, len(given), options, user_location())
+    def __new__(cls, *positional: object, **options: object) -> AttentionSpec:
+        """An empty spec. Unknown options are refused here: Python's error has no way out."""
+        accepted = [option.name for option in fields(cls) if option.init]
+        check_options(accepted, len(positional), options, user_location())
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -217,7 +217,7 @@ class AttentionSpec:
         weight = attempt(_traced, self.weight_mod, trace_weight)
         divisor = attempt(divisor_of, self.normalize)
         statistics = attempt(statistics_of, self.statistics) or ()
-        traces = mask, score, weight, divisor, *(each for _, each in statistics)
+        traces = mask, score, weight, divisor, *(statistic for _, statistic in statistics)
         used = [c for trace in traces if trace is not None for c in trace.captures]
         used += BOUNDARIES if self.packed is True else ()
         used += PAGES if self.paged is True else ()
@@ -229,19 +229,23 @@ class AttentionSpec:
             attempt(check_layout_names, [capture.name for capture in captures], where)
         _raise_all(mistakes + clashes)
 
-        given = () if sparse is None else sparse.tensors
+        layout_tensors = () if sparse is None else sparse.tensors
         modified = SCORE if score is None else score.expr
-        weighs = SCORE if weight is None else weight.expr
-        by = self.normalize
-        divided = FloatQuotient(weighs, element_of_row(by)) if isinstance(by, Tensor) else weighs
+        weight_expr = SCORE if weight is None else weight.expr
+        divisor_option = self.normalize
+        divided = (
+            FloatQuotient(weight_expr, element_of_row(divisor_option))
+            if isinstance(divisor_option, Tensor)
+            else weight_expr
+        )
         derived: dict[str, Any] = {
             "mask": sympy.true if mask is None else mask.expr,
             "score": modified if self.is_softmax else weighed(modified, divided),
             "modified": modified,
-            "weight": weighs,
+            "weight": weight_expr,
             "divided_weight": divided,
             "scalars": tuple(c for c in captures if isinstance(c, Scalar) and not c.is_size),
-            "tensors": (*(c for c in captures if isinstance(c, Tensor)), *given),
+            "tensors": (*(c for c in captures if isinstance(c, Tensor)), *layout_tensors),
             "mask_line": None if mask is None else mask.lines,
             "score_line": None if score is None else score.lines,
             "weight_line": None if weight is None else weight.lines,
@@ -262,7 +266,7 @@ class AttentionSpec:
 
     @property
     def head(self) -> sympy.Expr:
-        """The number of the query head that mods see, made of that in the call."""
+        """The number of the query head that mods see, made of its number in the call."""
         first = [scalar.expr for scalar in self.scalars if scalar.name == WHOLE[0]]
         return sympy.Add(H, *first)
 
@@ -279,7 +283,7 @@ class AttentionSpec:
 
     @property
     def read_tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that kernels may read: `tensors`, and those of a static block layout."""
+        """All tensors that kernels may read: `tensors`, and a static block layout's."""
         static = self.block_sparse is not None and self.block_sparse.is_static
         return (*self.tensors, *LAYOUT_TENSORS) if static else self.tensors
 
@@ -305,7 +309,7 @@ class AttentionSpec:
 
     @property
     def row_results(self) -> tuple[str, ...]:
-        """What forward kernels return for each row beside the output."""
+        """The results of forward kernels for each row beside the output."""
         return ("lse",) if self.is_softmax else ("sums",) if self.sums_weights else ()
 
     @property
@@ -315,8 +319,8 @@ class AttentionSpec:
 
     @property
     def rounds_sums(self) -> bool:
-        """Whether the weights are summed as they are rounded for the product with v, so that those
-        of a row are shares of 1: where the sum divides the output, and not for a statistic."""
+        """Whether the weights of a row are summed as they are rounded for the product with v, so
+        that they are shares of 1: where the sum divides the output, and not for a statistic."""
         return self.normalizer == "sum"
 
     @property
@@ -327,7 +331,7 @@ class AttentionSpec:
 
     @property
     def sums_sink(self) -> bool:
-        """Whether the backward kernels sum the gradient of the sink: where it is one of heads."""
+        """Whether the backward kernels sum the gradient of the sink: for a sink of heads."""
         return self.sink is not None and self.sink.grad and not is_by_row(self.sink.dims)
 
     @property
@@ -342,7 +346,7 @@ class AttentionSpec:
 
     @property
     def out_dtype(self) -> Any:
-        """The dtype of the output; None where it is that of q."""
+        """The dtype of the output; None where it is the dtype of q."""
         return "float32" if self.partial else self.dtype
 
     @property
@@ -381,7 +385,7 @@ class AttentionSpec:
             *self.computes,
             *lines,
             self.file,
-            *((name, *each.key) for name, each in self.statistics),
+            *((name, *statistic.key) for name, statistic in self.statistics),
         )
 
     @property
@@ -406,12 +410,12 @@ class AttentionSpec:
         derived = ("mask", "score")
         state = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in derived}
         free = self.mask.free_symbols | self.score.free_symbols
-        own = {*LAYOUT_NAMES, *LISTS} if self.block_sparse is not None else set()
+        hidden = {*LAYOUT_NAMES, *LISTS} if self.block_sparse is not None else set()
         if self.sink is not None and self.sink.symbol not in free:
-            own.add(self.sink.name)
+            hidden.add(self.sink.name)
         captures: tuple[Capture, ...]
-        own.update(OFFSETS)
-        captures = (*self.scalars, *(t for t in self.tensors if t.name not in own))
+        hidden.update(OFFSETS)
+        captures = (*self.scalars, *(t for t in self.tensors if t.name not in hidden))
         for mod, expr, lines in (
             ("mask_mod", self.mask, self.mask_line),
             ("score_mod", self.score if self.is_softmax else self.modified, self.score_line),
@@ -433,12 +437,12 @@ class AttentionSpec:
         Raises:
             SpecError: as for AttentionSpec.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         if not self.named:
-            given["name"] = None
+            options["name"] = None
         if self.head_dim_v == self.head_dim and "head_dim" in changes:
-            given["head_dim_v"] = None
-        copy = AttentionSpec(**{**given, **changes})
+            options["head_dim_v"] = None
+        copy = AttentionSpec(**{**options, **changes})
         if not self.named and "name" not in changes:
             object.__setattr__(copy, "name", self.name)
         object.__setattr__(copy, "file", self.file)
@@ -477,13 +481,13 @@ def _distinct(captures: list[Capture], where: str) -> tuple[tuple[Capture, ...],
     first: dict[str, Capture] = {}
     mistakes = []
     for capture in captures:
-        known = first.setdefault(capture.name, capture)
-        if known.key != capture.key:
+        earlier = first.setdefault(capture.name, capture)
+        if earlier.key != capture.key:
             mistakes.append(
                 SpecError(
                     f"two different captures are named {capture.name!r}",
                     where=where,
-                    numbers=f"{known!r} and {capture!r}",
+                    numbers=f"{earlier!r} and {capture!r}",
                     way_out=f"one fg.{type(capture).__name__}, made once and used everywhere, "
                     "or two names",
                 )
@@ -496,8 +500,9 @@ def _raise_all(mistakes: list[SpecError]) -> None:
         raise mistakes[0]
     if mistakes:
         raise SpecError(
-            f"{len(mistakes)} mistakes in one spec: " + "; ".join(m.what for m in mistakes),
-            where="\n".join(m.where for m in mistakes),
-            numbers="\n".join(m.numbers for m in mistakes),
-            way_out="\n".join(m.way_out for m in mistakes),
+            f"{len(mistakes)} mistakes in one spec: "
+            + "; ".join(mistake.what for mistake in mistakes),
+            where="\n".join(mistake.where for mistake in mistakes),
+            numbers="\n".join(mistake.numbers for mistake in mistakes),
+            way_out="\n".join(mistake.way_out for mistake in mistakes),
         )

@@ -81,9 +81,9 @@ def run_file(file: str) -> dict[str, Any]:
     source = Path(file)
     name = f"flashgen_spec_{source.stem}"
     loader = SourceFileLoader(name, file)  # for every name, also without .py
-    found = spec_from_loader(name, loader)
-    assert found is not None, "the loader is given"
-    module = module_from_spec(found)
+    module_spec = spec_from_loader(name, loader)
+    assert module_spec is not None, "the loader is given"
+    module = module_from_spec(module_spec)
     keep = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:

@@ -66,14 +66,14 @@ def check_options(
     names = [*accepted[:positional], *options]
     unknown = next((name for name in options if name not in accepted), None)
     if unknown is not None:
-        meant = next(iter(difflib.get_close_matches(unknown, accepted, 1)), None)
+        closest = next(iter(difflib.get_close_matches(unknown, accepted, 1)), None)
         way_out = _ELSEWHERE.get(unknown)
-        asks = f"; did you mean {meant!r}?" if meant and way_out is None else ""
+        question = f"; did you mean {closest!r}?" if closest and way_out is None else ""
         raise SpecError(
-            f"{unknown!r} is not an option of an AttentionSpec{asks}",
+            f"{unknown!r} is not an option of an AttentionSpec{question}",
             where=where,
             numbers=f"options: {', '.join(accepted)}",
-            way_out=way_out or f"{meant or accepted[0]}=...",
+            way_out=way_out or f"{closest or accepted[0]}=...",
         )
     if positional > len(accepted) or len(set(names)) < len(names):
         raise SpecError(
@@ -223,7 +223,7 @@ def _nearest_head_dim(value: object) -> int:
 
 
 def _nearest_dtype(text: str) -> str:
-    short = {each.short: name for name, each in OPERANDS.items()} | {"half": "float16"}
+    short = {dtype.short: name for name, dtype in OPERANDS.items()} | {"half": "float16"}
     for name in sorted(OPERANDS, key=len, reverse=True):
         if name in text:
             return name

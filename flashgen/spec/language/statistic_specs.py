@@ -33,7 +33,7 @@ from flashgen.spec.language.tracing import weighed
 COLUMNS = 8
 """Columns of the V of calls that compute statistics, the fewest of a kernel."""
 
-# Functions of the score and the weight, as those of `sum_over_keys`, and the normaliser of the row.
+# Functions of the score and the weight, as for `sum_over_keys`, and the normaliser of the row.
 _FUNCTIONS: dict[str, tuple[str, str, Callable[..., Value]]] = {
     "max_scores": ("keys", "max", lambda score, weight, lse: score),
     "entropy": ("keys", "sum", lambda score, weight, lse: -weight * (score - lse)),
@@ -50,20 +50,20 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
             "block_mass", whose output is the product of the weights with V; "entropy_slope", whose
             output has the gradients of the entropy; or, after a dot, one of the spec's own.
     """
-    own = dict(spec.statistics).get(name[1:]) if name.startswith(".") else None
+    named_statistic = dict(spec.statistics).get(name[1:]) if name.startswith(".") else None
     rows, dims, row_scalars = _reads_of_rows(spec)
-    of_lse, of_slope = (Tensor.of_call(each, dims, "float32") for each in ROWS)
-    lse = of_lse[rows].expr
+    lse_tensor, slope_tensor = (Tensor.reserved(x, dims, "float32") for x in ROWS)
+    lse = lse_tensor[rows].expr
     weight: sympy.Expr = WEIGHT
     over, normalize = "keys", "none"
-    if own is not None:
-        over, normalize, weight = own.over, own.takes, own.expr
+    if named_statistic is not None:
+        over, normalize, weight = named_statistic.over, named_statistic.takes, named_statistic.expr
     elif name in _FUNCTIONS:
         over, normalize, function = _FUNCTIONS[name]
         weight = function(Value(SCORE), Value(WEIGHT), Value(lse)).expr
     elif name == "entropy_slope":
         # u with du/ds = -P (log P + H), the derivative of the entropy H, where LSE is constant.
-        slope = Value(of_slope[rows].expr)
+        slope = Value(slope_tensor[rows].expr)
         weight = (-Value(WEIGHT) * (Value(SCORE) - Value(lse) + slope)).expr
     share = share_of(spec, lse, divides=name != "sums")
     if normalize == "sum" or name == "sums":
@@ -71,7 +71,7 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
     removed = -sympy.oo if normalize == "max" else sympy.S.Zero
     score = weighed(spec.modified, substituted(weight, {WEIGHT: share}), removed)
     read = score.free_symbols
-    made = with_options(
+    result = with_options(
         without_sink(spec),
         score=score,
         modified=score,
@@ -86,14 +86,14 @@ def statistic_spec(spec: AttentionSpec, name: str) -> AttentionSpec:
         statistics=(),
         name=f"{spec.name}_{name.removeprefix('.')}",
     )
-    tensors = tuple(each for each in (of_lse, of_slope) if each.symbol in read)
+    tensors = tuple(x for x in (lse_tensor, slope_tensor) if x.symbol in read)
     if tensors:
-        made = with_options(
-            made,
-            tensors=before_layout(made, tensors),
-            scalars=(*made.scalars, *row_scalars),
+        result = with_options(
+            result,
+            tensors=before_layout(result, tensors),
+            scalars=(*result.scalars, *row_scalars),
         )
-    return _transposed(made) if over == "queries" else made
+    return _transposed(result) if over == "queries" else result
 
 
 def without_statistics(spec: AttentionSpec) -> AttentionSpec:
@@ -128,7 +128,7 @@ def _reads_of_rows(
     elif spec.paged:
         first = SEQ_K - SEQ_Q
     else:
-        scalars = (Scalar.of_whole(FIRST_ROW),)
+        scalars = (Scalar.reserved(FIRST_ROW),)
         first = scalars[0].expr
     row, entry = Q - first, B
     if spec.packed:
@@ -144,7 +144,7 @@ def without_sink(spec: AttentionSpec) -> AttentionSpec:
     sink = spec.sink
     if sink is None or sink.symbol in spec.mask.free_symbols | spec.modified.free_symbols:
         return spec
-    tensors = tuple(each for each in spec.tensors if each.name != sink.name)
+    tensors = tuple(tensor for tensor in spec.tensors if tensor.name != sink.name)
     return with_options(spec, tensors=tensors)
 
 
@@ -158,7 +158,7 @@ def _transposed(spec: AttentionSpec) -> AttentionSpec:
 
     def exchanged(tensor: Tensor) -> Tensor:
         if tensor.name in _NAMES:
-            return Tensor.of_call(_NAMES[tensor.name], tensor.dims, tensor.dtype)
+            return Tensor.reserved(_NAMES[tensor.name], tensor.dims, tensor.dtype)
         dims = tuple(_SIZES.get(dim, dim) if isinstance(dim, str) else dim for dim in tensor.dims)
         if dims == tensor.dims:
             return tensor

@@ -35,14 +35,14 @@ class Statistic:
     trace: TracedMod
 
     @staticmethod
-    def of(over: str, takes: str, mod: Mod) -> Statistic:
+    def from_mod(over: str, takes: str, mod: Mod) -> Statistic:
         trace = mod.trace if isinstance(mod, PickledMod) else trace_statistic(mod)
         return Statistic(over, takes, trace.expr, trace.captures, trace)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Everything that determines its values."""
-        return self.over, self.takes, self.expr, tuple(each.key for each in self.captures)
+        """Everything that determines the values of the statistic."""
+        return self.over, self.takes, self.expr, tuple(capture.key for capture in self.captures)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Statistic) and self.key == other.key
@@ -51,7 +51,7 @@ class Statistic:
         return hash(self.key)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Statistic.of, (self.over, self.takes, PickledMod(self.trace))
+        return Statistic.from_mod, (self.over, self.takes, PickledMod(self.trace))
 
 
 @in_specs
@@ -72,7 +72,7 @@ def sum_over_keys(function: Mod) -> Statistic:
     Raises:
         SpecError: the function cannot be traced.
     """
-    return Statistic.of("keys", "sum", function)
+    return Statistic.from_mod("keys", "sum", function)
 
 
 @in_specs
@@ -84,7 +84,7 @@ def max_over_keys(function: Mod) -> Statistic:
     Raises:
         SpecError: the function cannot be traced.
     """
-    return Statistic.of("keys", "max", function)
+    return Statistic.from_mod("keys", "max", function)
 
 
 @in_specs
@@ -97,22 +97,24 @@ def sum_over_queries(function: Mod) -> Statistic:
     Raises:
         SpecError: the function cannot be traced.
     """
-    return Statistic.of("queries", "sum", function)
+    return Statistic.from_mod("queries", "sum", function)
 
 
-def statistics_of(given: object) -> tuple[tuple[str, Statistic], ...]:
+def statistics_of(option: object) -> tuple[tuple[str, Statistic], ...]:
     """The pairs of a spec's option ``statistics``.
 
     Raises:
         SpecError: the option is not a mapping of names to statistics.
     """
-    if given is None:
+    if option is None:
         return ()
-    pairs: Any = tuple(given.items()) if isinstance(given, Mapping) else given
+    pairs: Any = tuple(option.items()) if isinstance(option, Mapping) else option
     if not isinstance(pairs, tuple) or not all(map(_is_named, pairs)):
-        kinds = type(given).__name__
-        if isinstance(given, Mapping):
-            kinds = ", ".join(f"{name!r}: {type(each).__name__}" for name, each in given.items())
+        kinds = type(option).__name__
+        if isinstance(option, Mapping):
+            kinds = ", ".join(
+                f"{name!r}: {type(statistic).__name__}" for name, statistic in option.items()
+            )
         refuse(
             "statistics are named sums or maxima of functions",
             numbers=f"given {kinds:.100}; names have at most {MOST_LETTERS} letters of ASCII, "
@@ -123,5 +125,5 @@ def statistics_of(given: object) -> tuple[tuple[str, Statistic], ...]:
 
 
 def _is_named(pair: Any) -> bool:
-    name, each = pair
-    return is_part_of_names(name) and isinstance(each, Statistic)
+    name, statistic = pair
+    return is_part_of_names(name) and isinstance(statistic, Statistic)

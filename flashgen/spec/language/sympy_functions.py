@@ -61,13 +61,13 @@ class RealFunction(sympy.Function):  # type: ignore[misc]
 
 @lru_cache(maxsize=1 << 12)
 def _derivative(function: RealFunction, by: sympy.Symbol) -> sympy.Expr:
-    """The chain rule as sympy applies it, but once for a part that a function uses twice."""
+    """The derivative by sympy's chain rule, computed once for a part that a function uses twice."""
     terms = []
-    for place, arg in enumerate(function.args, 1):
+    for index, arg in enumerate(function.args, 1):
         is_function = isinstance(arg, RealFunction)
         inner = arg._eval_derivative(by) if is_function else arg.diff(by)
         if inner != 0:
-            terms.append(_chained(function.fdiff(place), inner))
+            terms.append(_chained(function.fdiff(index), inner))
     return sympy.Add(*terms)
 
 
@@ -99,14 +99,14 @@ def _may_be_infinite(slope: sympy.Expr) -> bool:
 def _is_ignored(slope: sympy.Basic) -> sympy.Basic:
     """The condition on which the choices in a slope make it 0."""
     if isinstance(slope, sympy.Piecewise):
-        found: list[sympy.Basic] = []
+        cases: list[sympy.Basic] = []
         others: list[sympy.Basic] = []
         for value, test in slope.args:
             ignored = _is_ignored(value)
-            found.append(sympy.And(test, ignored, *map(sympy.Not, others)))
+            cases.append(sympy.And(test, ignored, *map(sympy.Not, others)))
             if ignored != sympy.true:
                 others.append(test)
-        return sympy.Or(*found)
+        return sympy.Or(*cases)
     if isinstance(slope, sympy.Mul):
         return sympy.Or(*map(_is_ignored, slope.args))
     if isinstance(slope, sympy.Add):
@@ -238,23 +238,23 @@ class _Extremum(RealFunction):
         flat: list[sympy.Expr] = []
         for arg in map(sympy.sympify, args):
             flat.extend(arg.args if isinstance(arg, cls) else (arg,))
-        kept = flat if options.get("evaluate") is False else []
-        for arg in [] if kept else flat:
-            if not any(cls._dominates(other, arg) for other in kept):
-                kept = [other for other in kept if not cls._dominates(arg, other)] + [arg]
-        if len(kept) == 1:
-            return kept[0]
-        return super().__new__(cls, *sorted(kept, key=default_sort_key), evaluate=False)
+        extremes = flat if options.get("evaluate") is False else []
+        for arg in [] if extremes else flat:
+            if not any(cls._dominates(other, arg) for other in extremes):
+                extremes = [other for other in extremes if not cls._dominates(arg, other)] + [arg]
+        if len(extremes) == 1:
+            return extremes[0]
+        return super().__new__(cls, *sorted(extremes, key=default_sort_key), evaluate=False)
 
     @classmethod
     def _dominates(cls, winner: sympy.Expr, loser: sympy.Expr) -> bool:
-        """True if ``loser`` never determines the result beside ``winner``."""
+        """True if ``loser`` never determines the extremum beside ``winner``."""
         if winner == loser:
             return True
         if not (is_int(winner) and is_int(loser)):
             return False  # a float may be NaN, which always determines the result
         margin = winner - loser
-        # To find the sign of a sum of several symbols takes sympy longer than those of its terms.
+        # sympy finds the signs of the terms faster than the sign of a sum of several symbols.
         parts = sympy.Add.make_args(margin) if len(margin.free_symbols) > 1 else (margin,)
         return all(part.is_nonpositive if cls._least else part.is_nonnegative for part in parts)
 
@@ -272,13 +272,13 @@ class _Extremum(RealFunction):
 
     def fdiff(self, argindex: int = 1) -> sympy.Expr:
         """1 where this argument alone is the extremum; 1/2 at a tie, as in torch's autograd."""
-        mine = self.args[argindex - 1]
+        arg = self.args[argindex - 1]
         others = self.args[: argindex - 1] + self.args[argindex:]
         other = type(self)(*others)
-        wins = relation(sympy.Lt if self._least else sympy.Gt, mine, other)
-        tie = relation(sympy.Eq, mine, other)
+        wins = relation(sympy.Lt if self._least else sympy.Gt, arg, other)
+        is_tie = relation(sympy.Eq, arg, other)
         share = sympy.Rational(1, 2)
-        return sympy.Piecewise((1, wins), (share, tie), (0, True), evaluate=False)
+        return sympy.Piecewise((1, wins), (share, is_tie), (0, True), evaluate=False)
 
 
 class Minimum(_Extremum):
@@ -295,17 +295,19 @@ class Maximum(_Extremum):
 
 
 class _Rounding(RealFunction):
-    """A function to integers, which ``of`` computes for a fraction. Its derivative is 0."""
+    """A function to integers, which ``to_integer`` computes for a fraction. Its derivative is 0."""
 
     nargs = (1,)
     slope = staticmethod(lambda x: sympy.S.Zero)
-    of: Callable[[Fraction], int]
+    to_integer: Callable[[Fraction], int]
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
         if is_int(x):
             return x
-        return sympy.Integer(cls.of(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
+        return (
+            sympy.Integer(cls.to_integer(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
+        )
 
     def _eval_is_integer(self) -> Any:
         return self.args[0].is_real
@@ -315,14 +317,14 @@ class Floor(_Rounding):
     """Round down."""
 
     form = staticmethod(sympy.floor)
-    of = staticmethod(floor)
+    to_integer = staticmethod(floor)
 
 
 class Round(_Rounding):
     """Round to the nearest integer, halves to the even one."""
 
     form = staticmethod(lambda x: sympy.Integer(round(x)))
-    of = staticmethod(round)
+    to_integer = staticmethod(round)
 
 
 class Select(RealFunction):
@@ -341,8 +343,8 @@ class Select(RealFunction):
             return b
         # A choice by the same condition is decided within the values.
         decided = [
-            value.args[place] if isinstance(value, Select) and value.args[0] == test else value
-            for place, value in ((1, a), (2, b))
+            value.args[index] if isinstance(value, Select) and value.args[0] == test else value
+            for index, value in ((1, a), (2, b))
         ]
         return None if decided == [a, b] else cls(test, *decided)
 

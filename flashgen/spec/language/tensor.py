@@ -96,9 +96,9 @@ class Tensor(Capture):
         return self._element(())
 
     def _read(self) -> str:
-        """How a mod may read an element."""
-        places = {"batch": "b", "heads": "h", "seq_q": "q", "seq_k": "k"}
-        return f"{self.name}[{', '.join(places.get(str(dim), '0') for dim in self.dims)}]"
+        """An example of how a mod reads an element."""
+        indices = {"batch": "b", "heads": "h", "seq_q": "q", "seq_k": "k"}
+        return f"{self.name}[{', '.join(indices.get(str(dim), '0') for dim in self.dims)}]"
 
     def __len__(self) -> NoReturn:
         if self.dims:
@@ -111,7 +111,7 @@ class Tensor(Capture):
         super().__getattr__(name)
 
     def _length(self, use: str) -> NoReturn:
-        """Refuses what asks for the lengths of dimensions, which calls give."""
+        """Refuses operations that need the lengths of dimensions, which calls give."""
         lengths = (
             str(dim)
             if isinstance(dim, int)
@@ -131,15 +131,15 @@ class Tensor(Capture):
         return sympy.Ne(element, 0) if self.dtype == "bool" else element
 
     def __getitem__(self, index: object) -> Traced:  # type: ignore[override]
-        given = index if isinstance(index, tuple) else (index,)
-        if len(given) != len(self.dims):
+        subscripts = index if isinstance(index, tuple) else (index,)
+        if len(subscripts) != len(self.dims):
             refuse(
                 f"the Tensor {self.name!r} takes one index for each dimension",
-                numbers=f"{len(given)} given, dims ({', '.join(map(str, self.dims))})",
+                numbers=f"{len(subscripts)} given, dims ({', '.join(map(str, self.dims))})",
                 way_out="all indices in one bracket, as in bias[h, q - k]",
             )
-        indices = tuple(self._index(i, dim) for i, dim in zip(given, self.dims, strict=True))
-        return Value(self._element(indices), captures_of(self, *given), self.narrow)
+        indices = tuple(self._index(i, dim) for i, dim in zip(subscripts, self.dims, strict=True))
+        return Value(self._element(indices), captures_of(self, *subscripts), self.narrow)
 
     def _index(self, index: object, dim: str | int) -> sympy.Expr:
         if index is None or index is ... or isinstance(index, slice):
@@ -189,7 +189,7 @@ class Tensor(Capture):
 
     def __reduce__(self) -> tuple[object, ...]:
         if self.name in _OF_CALLS:
-            return Tensor.of_call, (self.name, self.dims, self.dtype)
+            return Tensor.reserved, (self.name, self.dims, self.dtype)
         return Tensor, self.key
 
     @property
@@ -197,14 +197,14 @@ class Tensor(Capture):
         return self.name, self.dims, self.dtype, self.grad
 
     @staticmethod
-    def of_call(name: str, dims: tuple[str | int, ...], dtype: str) -> Tensor:
+    def reserved(name: str, dims: tuple[str | int, ...], dtype: str) -> Tensor:
         """A tensor made of another argument of calls, whose name no capture of a mod has.
 
-        Its name is one of those of `shared.signature`, or that of the call's rng.
+        Its name is one of the names in `shared.signature`, or the name of the call's rng.
         """
-        made = Tensor("of_call", dims, dtype)
-        made.name, made.symbol = name, TensorSymbol(name, dtype)
-        return made
+        tensor = Tensor("reserved", dims, dtype)
+        tensor.name, tensor.symbol = name, TensorSymbol(name, dtype)
+        return tensor
 
 
 _OF_CALLS = (*OFFSETS, *ROWS, RANDOM_STATE, OWNED, LISTED, LENGTHS, FIRST_QUERIES, ROW_SINK)
@@ -212,16 +212,20 @@ _OF_CALLS = (*OFFSETS, *ROWS, RANDOM_STATE, OWNED, LISTED, LENGTHS, FIRST_QUERIE
 
 def random_state() -> Tensor:
     """The tensor of a call's rng, which `fg.rand` reads."""
-    return Tensor.of_call(RANDOM_STATE, (4,), "int32")
+    return Tensor.reserved(RANDOM_STATE, (4,), "int32")
 
 
 def _has_integer_values(expr: sympy.Expr) -> bool:
-    """Whether a number has no fraction, be it computed in integers or in floats."""
-    known: dict[sympy.Basic, sympy.Basic] = {}
+    """Whether a number has no fraction, computed in integers or in floats."""
+    integer_lets: dict[sympy.Basic, sympy.Basic] = {}
     for let in lets_of(expr):
-        if not is_condition(let) and not is_int(let) and replaced(let.value, known).is_integer:
-            known[let] = _WHOLE
-    return bool(replaced(expr, known).is_integer)
+        if (
+            not is_condition(let)
+            and not is_int(let)
+            and replaced(let.value, integer_lets).is_integer
+        ):
+            integer_lets[let] = _WHOLE
+    return bool(replaced(expr, integer_lets).is_integer)
 
 
 _WHOLE = Floor(sympy.Dummy(real=True))
@@ -242,12 +246,12 @@ def _check(name: str, dims: object, dtype: object, grad: object) -> None:
                 numbers=f"dims {tuple(dims)!r}",
                 way_out=f"a positive number, one of {', '.join(SIZES)}, or a name of its own",
             )
-        meant = None if number or dim in SIZES else _nearest_size(str(dim))
-        if meant is not None:
+        closest = None if number or dim in SIZES else _nearest_size(str(dim))
+        if closest is not None:
             refuse(
-                f"{dim!r} in the Tensor {name!r} is not a size of calls; did you mean {meant!r}?",
+                f"{dim!r} in the Tensor {name!r} is not a size of calls; did you mean {closest!r}?",
                 numbers=f"dims {tuple(dims)!r}; sizes: {', '.join(SIZES)}",
-                way_out=f'"{meant}"; or "own_length" or the like for a length of its own',
+                way_out=f'"{closest}"; or "own_length" or the like for a length of its own',
             )
     if not isinstance(dtype, str) or dtype not in TENSOR_DTYPES:
         refuse(
@@ -264,42 +268,42 @@ def _check(name: str, dims: object, dtype: object, grad: object) -> None:
 
 
 def _nearest_size(dim: str) -> str | None:
-    """The name in `SIZES` that a similar one is meant to be, in any order of its words."""
+    """The name in `SIZES` that a similar name probably means, with its words in any order."""
     words = dim.lower().split("_")
     spellings = ("_".join(words), "_".join(reversed(words)))
-    likely = [
+    close_sizes = [
         (difflib.SequenceMatcher(None, size, text).ratio(), size)
         for text in spellings
         for size in difflib.get_close_matches(text, SIZES, 1, 0.75)
     ]
-    return max(likely)[1] if likely else None
+    return max(close_sizes)[1] if close_sizes else None
 
 
 ROW_DIMS = {"batch": B, "heads": H, "seq_q": Q}
 """The dims that a divisor or a sink may have, and the positions at which it is read."""
 
 
-def divisor_of(given: object) -> Traced | None:
+def divisor_of(option: object) -> Traced | None:
     """The element that divides a row's output, for a spec's option ``normalize``; None for a name.
 
     Raises:
         SpecError: the option is neither a name nor a Tensor of floats with some of `ROW_DIMS`.
     """
-    if isinstance(given, str) and given in NORMALIZERS:
+    if isinstance(option, str) and option in NORMALIZERS:
         return None
-    if not isinstance(given, Tensor):
+    if not isinstance(option, Tensor):
         refuse(
             "normalize is the name of a divisor, or a Tensor with one for each row",
-            numbers=f"normalize {given!r}; names: {', '.join(NORMALIZERS)}",
+            numbers=f"normalize {option!r}; names: {', '.join(NORMALIZERS)}",
             way_out='normalize="none", or normalize=fg.Tensor("divisor", ("heads", "seq_q"))',
         )
-    if not _is_of_rows(given) or given.dtype not in FLOAT_DTYPES:
+    if not _is_of_rows(option) or option.dtype not in FLOAT_DTYPES:
         refuse(
-            f"the divisor {given.name!r} is not a Tensor of floats with one for each row",
-            numbers=f"dims {given.dims!r}, dtype {given.dtype!r}; dims among {tuple(ROW_DIMS)}",
-            way_out=f'fg.Tensor({given.name!r}, ("batch", "heads", "seq_q"), "float32")',
+            f"the divisor {option.name!r} is not a Tensor of floats with one for each row",
+            numbers=f"dims {option.dims!r}, dtype {option.dtype!r}; dims among {tuple(ROW_DIMS)}",
+            way_out=f'fg.Tensor({option.name!r}, ("batch", "heads", "seq_q"), "float32")',
         )
-    return Value(element_of_row(given), given.captures)
+    return Value(element_of_row(option), option.captures)
 
 
 def _is_of_rows(tensor: Tensor) -> bool:
@@ -315,32 +319,32 @@ def element_of_row(tensor: Tensor) -> sympy.Expr:
 NORMALIZERS = ("softmax", "none", "sum")
 
 
-def sink_of(given: object) -> Tensor | None:
+def sink_of(option: object) -> Tensor | None:
     """The sink tensor of a spec's option ``sink``; None for no sink.
 
     Raises:
         SpecError: the option is not a Tensor of floats that has some of `ROW_DIMS` or one element.
     """
-    if given is None or given is False:
+    if option is None or option is False:
         return None
-    if given is True:
+    if option is True:
         return Tensor("sink", ("heads",), "float32", grad=True)
-    if not isinstance(given, Tensor):
+    if not isinstance(option, Tensor):
         refuse(
             "a sink is a Tensor with a logit for each head or row",
-            numbers=f"sink given as a {type(given).__name__}",
+            numbers=f"sink given as a {type(option).__name__}",
             way_out='sink=True, or sink=fg.Tensor("sink", ("heads",), "float32", grad=True)',
         )
-    if given.dtype not in FLOAT_DTYPES:
+    if option.dtype not in FLOAT_DTYPES:
         refuse(
-            f"the sink {given.name!r} does not have the dtype of a logit",
-            numbers=f"dtype {given.dtype!r}; available: {', '.join(FLOAT_DTYPES)}",
-            way_out=f"fg.Tensor({given.name!r}, {given.dims!r}, 'float32', grad=True)",
+            f"the sink {option.name!r} does not have the dtype of a logit",
+            numbers=f"dtype {option.dtype!r}; available: {', '.join(FLOAT_DTYPES)}",
+            way_out=f"fg.Tensor({option.name!r}, {option.dims!r}, 'float32', grad=True)",
         )
-    if given.dims != (1,) and not _is_of_rows(given):
+    if option.dims != (1,) and not _is_of_rows(option):
         refuse(
-            f"the sink {given.name!r} has other dims than those of rows",
-            numbers=f"dims {given.dims!r}; dims among {tuple(ROW_DIMS)}, or (1,)",
-            way_out=f'fg.Tensor({given.name!r}, ("heads",), {given.dtype!r}, grad={given.grad})',
+            f"the sink {option.name!r} has other dims than those of rows",
+            numbers=f"dims {option.dims!r}; dims among {tuple(ROW_DIMS)}, or (1,)",
+            way_out=f'fg.Tensor({option.name!r}, ("heads",), {option.dtype!r}, grad={option.grad})',
         )
-    return given
+    return option

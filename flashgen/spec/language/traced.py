@@ -162,8 +162,8 @@ class Traced:
         )
 
     def __hash__(self) -> int:
-        what = "a search in a set, in a dictionary or in remembered results"
-        self._no_value(what, advice.for_key(), UnhashableError)
+        search = "a search in a set, in a dictionary or in remembered results"
+        self._no_value(search, advice.for_key(), UnhashableError)
 
     def __float__(self) -> NoReturn:
         self._no_value("float() and the functions of math", advice.for_call())
@@ -218,7 +218,7 @@ class Capture(Traced):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal captures; ``==`` on captures is elementwise."""
+        """A value that equal captures share; ``==`` on captures is elementwise."""
         raise NotImplementedError
 
 
@@ -233,8 +233,10 @@ def as_expr(value: object) -> sympy.Basic:
     if is_bool(value):
         return sympy.true if value else sympy.false
     if isinstance(value, numbers.Integral):
-        whole = int(value)
-        return sympy.Integer(whole) if abs(whole) <= FLOAT32_MAX else _literal(_nearest(whole))
+        integer = int(value)
+        return (
+            sympy.Integer(integer) if abs(integer) <= FLOAT32_MAX else _literal(_nearest(integer))
+        )
     if isinstance(value, numbers.Rational | Fraction):
         if max(abs(int(value.numerator)), int(value.denominator)) > _LARGEST_EXACT:
             return _literal(_nearest(value))
@@ -261,7 +263,7 @@ def _nearest(number: Any) -> float:
 
 
 def _literal(value: float) -> sympy.Expr:
-    """A float32 literal: its rational number, of which `AsFloat` marks whole ones."""
+    """A float32 literal as a rational number; `AsFloat` marks whole numbers."""
     if abs(value) < FLOAT32_LEAST:
         value = float(c_float(value).value)
     if math.isnan(value):
@@ -289,7 +291,7 @@ def captures_of(*values: object) -> tuple[Capture, ...]:
     return tuple({id(c): c for value in traced for c in value.captures}.values())
 
 
-def made(expr: sympy.Basic, *operands: object) -> Traced:
+def traced_value(expr: sympy.Basic, *operands: object) -> Traced:
     """The traced value of a new expression, which must be a real number or a condition.
 
     A large expression gets a name (`spec.language.lets`), and one of narrow integers wraps.
@@ -324,7 +326,7 @@ def _check_size(part: Let) -> None:
 
 
 def _in_float32(number: sympy.Expr) -> sympy.Expr:
-    """A constant, or the infinity that it is in float32; sympy's NaN where it is not real."""
+    """A constant, or infinity where float32 cannot hold it; sympy's NaN where it is not real."""
     if number.is_Rational or number.has(sympy.oo, -sympy.oo):
         return number
     try:
@@ -355,11 +357,11 @@ def exprs_of(*operands: object) -> list[sympy.Basic]:
 
 def combine(operator: str, left: object, right: object) -> Traced:
     """``left operator right`` as a traced value."""
-    return made(combined(operator, *exprs_of(left, right)), left, right)
+    return traced_value(combined(operator, *exprs_of(left, right)), left, right)
 
 
 def apply_function(name: str, function: Callable[..., sympy.Expr], *values: object) -> Traced:
-    """``function`` of numbers, which messages call fg.``name``, or by the sign of an operator."""
+    """``function`` of numbers. Messages call it fg.``name``, or by the sign of an operator."""
     exprs = []
     called = f"fg.{name}" if name.isidentifier() else name
     for expr in exprs_of(*values):
@@ -370,4 +372,4 @@ def apply_function(name: str, function: Callable[..., sympy.Expr], *values: obje
                 way_out="fg.where(condition, 1, 0) to make a number of a condition",
             )
         exprs.append(expr)
-    return made(function(*exprs), *values)
+    return traced_value(function(*exprs), *values)

@@ -124,13 +124,13 @@ def trace_statistic(mod: Mod) -> TracedMod:
     return _traced_number(mod, "the function of a statistic", "weight")
 
 
-def _traced_number(mod: Mod, role: str, *more: str) -> TracedMod:
+def _traced_number(mod: Mod, role: str, *other_names: str) -> TracedMod:
     """
     Args:
-        more: "weight", if the mod takes the weight after the score.
+        other_names: "weight", if the mod takes the weight after the score.
     """
-    names = ("score", *more, "b", "h", "q", "k")
-    trace = _run(mod, role, names, (SCORE, *([WEIGHT] if more else []), B, H, Q, K))
+    names = ("score", *other_names, "b", "h", "q", "k")
+    trace = _run(mod, role, names, (SCORE, *([WEIGHT] if other_names else []), B, H, Q, K))
     if is_condition(trace.expr):
         raise SpecError(
             f"{role} returns a condition, not a number",
@@ -149,13 +149,15 @@ def weighed(
     Args:
         score: the modified score, an expression over SCORE.
         weight: the weight, an expression over SCORE, which stands for the modified score.
-        removed: what stands in place of the weight of a removed score.
+        removed: the value in place of the weight of a removed score.
     """
     value = Let(score) if score.args else score
-    found = substituted(weight, {SCORE: value})
+    weighed_score = substituted(weight, {SCORE: value})
     if not _may_be_infinite(score):
-        return found
-    return sympy.Piecewise((removed, FloatEqual(value, -sympy.oo)), (found, True), evaluate=False)
+        return weighed_score
+    return sympy.Piecewise(
+        (removed, FloatEqual(value, -sympy.oo)), (weighed_score, True), evaluate=False
+    )
 
 
 _KEEP_FINITE = (
@@ -190,31 +192,31 @@ def _removing(score: sympy.Basic) -> sympy.Basic:
     Additive masks use such literals, among them the lowest number of a dtype. In a condition or a
     product a literal keeps its value. Each part is looked at once, however often it is used.
     """
-    found: dict[sympy.Basic, sympy.Basic] = {}
+    results: dict[sympy.Basic, sympy.Basic] = {}
     for let in lets_of(score):  # parts before what uses them, so that recursion stays shallow
-        value = _removed(let.value, found)
-        found[let] = let if value == let.value else Let(value)
-    return _removed(score, found)
+        value = _removed(let.value, results)
+        results[let] = let if value == let.value else Let(value)
+    return _removed(score, results)
 
 
-def _removed(score: sympy.Basic, found: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
-    """The same for one expression, of whose parts those in ``found`` are known."""
-    if score not in found:
-        found[score] = _removed_anew(score, found)
-    return found[score]
+def _removed(score: sympy.Basic, results: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
+    """`_removing` for one expression; ``results`` has the results of its parts so far."""
+    if score not in results:
+        results[score] = _removed_anew(score, results)
+    return results[score]
 
 
-def _removed_anew(score: sympy.Basic, found: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
+def _removed_anew(score: sympy.Basic, results: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
     if score.is_number and not is_condition(score):
         number = plain(score)
         return -sympy.oo if number.is_Rational and number <= LOWEST_LITERAL else score
     if isinstance(score, sympy.Piecewise):
-        pairs = [(_removed(value, found), condition) for value, condition in score.args]
+        pairs = [(_removed(value, results), condition) for value, condition in score.args]
         return score if pairs == list(score.args) else sympy.Piecewise(*pairs, evaluate=False)
     if isinstance(score, Select):
-        parts = (score.args[0], *(_removed(part, found) for part in score.args[1:]))
+        parts = (score.args[0], *(_removed(part, results) for part in score.args[1:]))
     elif isinstance(score, _PASSED_ON):
-        parts = tuple(_removed(part, found) for part in score.args)
+        parts = tuple(_removed(part, results) for part in score.args)
     else:
         return score
     return score if parts == score.args else score.func(*parts)
@@ -275,9 +277,9 @@ def _check_arity(mod: Mod, role: str, names: tuple[str, ...], lines: SourceLines
 
 def _wrapped(error: Exception, role: str, lines: SourceLines) -> SpecError:
     where, way_out = str(lines), advice.LANGUAGE
-    at = user_line_in(error)
-    if at is not None:
-        where, way_out = f"{shown_path(at[0])}:{at[1]}", advice.for_call(*at)
+    line = user_line_in(error)
+    if line is not None:
+        where, way_out = f"{shown_path(line[0])}:{line[1]}", advice.for_call(*line)
     if isinstance(error, NameError):
         way_out = "define the name, or use fg.Scalar(name) or fg.Tensor(name, dims) for an argument"
     return SpecError(
@@ -307,22 +309,22 @@ class PickledMod:
 
     def __reduce__(self) -> tuple[object, ...]:
         trace = self.trace
-        known: dict[sympy.Basic, Any] = {}
+        trees: dict[sympy.Basic, Any] = {}
         lets = []
-        for place, let in enumerate(lets_of(trace.expr)):
-            lets.append(_taken_apart(let.value, known))
-            known[let] = _LetAt(place)
-        tree = _taken_apart(trace.expr, known)
+        for index, let in enumerate(lets_of(trace.expr)):
+            lets.append(_taken_apart(let.value, trees))
+            trees[let] = _LetAt(index)
+        tree = _taken_apart(trace.expr, trees)
         return _rebuilt, (tuple(lets), tree, trace.captures, trace.lines)
 
     def __call__(self, *arguments: object) -> Traced:
         """The result for the symbols (score,) b, h, q, k; other arguments are an error."""
         symbols = (SCORE, B, H, Q, K)[-len(arguments) :]
-        given = tuple(map(as_expr, arguments))
-        if given != symbols:
+        exprs = tuple(map(as_expr, arguments))
+        if exprs != symbols:
             refuse(
                 "a mod from a pickle can only be called with its own symbols",
-                numbers=f"called with ({', '.join(map(python_text, given))})",
+                numbers=f"called with ({', '.join(map(python_text, exprs))})",
                 way_out="the original function, for a call with other arguments",
             )
         return Value(self.trace.expr, self.trace.captures)
@@ -339,24 +341,24 @@ class _Node:
 
 @dataclass(frozen=True)
 class _LetAt:
-    """A Let, by its place in the order in which Lets are made again."""
+    """A Let, by its index in the order in which Lets are made again."""
 
-    place: int
+    index: int
 
 
-def _taken_apart(expr: sympy.Basic, known: dict[sympy.Basic, Any]) -> Any:
+def _taken_apart(expr: sympy.Basic, trees: dict[sympy.Basic, Any]) -> Any:
     """The tree of an expression; sympy's own pickling would rewrite conditions of a Piecewise."""
     if not expr.args:
-        return known.get(expr, expr)
-    if expr not in known:
-        parts = tuple(_taken_apart(part, known) for part in expr.args)
-        known[expr] = _Node(expr.func, parts, expr.func(*expr.args) == expr)
-    return known[expr]
+        return trees.get(expr, expr)
+    if expr not in trees:
+        parts = tuple(_taken_apart(part, trees) for part in expr.args)
+        trees[expr] = _Node(expr.func, parts, expr.func(*expr.args) == expr)
+    return trees[expr]
 
 
 def _put_together(node: Any, lets: list[Let]) -> sympy.Basic:
     if isinstance(node, _LetAt):
-        return lets[node.place]
+        return lets[node.index]
     if not isinstance(node, _Node):
         return node
     parts = [_put_together(part, lets) for part in node.parts]

@@ -121,7 +121,7 @@ def code_of(function: Callable[..., object]) -> CodeType | None:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """The code and that of the functions defined in it, at any depth."""
+    """The code, and the code of the functions defined in it, at any depth."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -141,13 +141,13 @@ def lines_of(function: Callable[..., object], fallback: str) -> SourceLines:
 
 @functools.lru_cache(maxsize=256)
 def _function_text(source: str, code: CodeType) -> str | None:
-    found = _functions_of(source).get((code.co_name, code.co_firstlineno), ())
-    if len(found) > 1:
+    nodes = _functions_of(source).get((code.co_name, code.co_firstlineno), ())
+    if len(nodes) > 1:
         # Several lambdas can begin on one line: the compiled code tells them apart.
-        found = [node for node in found if _same_code(node, code)] or found
-    if not found:
+        nodes = [node for node in nodes if _same_code(node, code)] or nodes
+    if not nodes:
         return None
-    node = found[0]
+    node = nodes[0]
     # The parser ends no line at a form feed, as str.splitlines() does. ast.get_source_segment()
     # reads the whole file character by character.
     lines = source.split("\n")[node.lineno - 1 : node.end_lineno]
@@ -162,8 +162,8 @@ def _function_text(source: str, code: CodeType) -> str | None:
 def parsed(source: str) -> ast.Module:
     """The syntax tree of a text; an empty one where it is not Python.
 
-    Threads take turns: of several that parse at once, Python 3.11 fails in one with a SystemError
-    where another runs in the midst of its work.
+    Threads take turns: in Python 3.11, of several threads that parse at once, one may fail with a
+    SystemError.
     """
     with _parser:
         try:
@@ -175,14 +175,14 @@ def parsed(source: str) -> ast.Module:
 @functools.lru_cache(maxsize=16)
 def _functions_of(source: str) -> dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]]:
     """The functions in the text of a file by the name and first line that their code has."""
-    found: dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]] = {}
+    functions: dict[tuple[str, int], list[ast.FunctionDef | ast.Lambda]] = {}
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Lambda):
-            found.setdefault(("<lambda>", node.lineno), []).append(node)
+            functions.setdefault(("<lambda>", node.lineno), []).append(node)
         elif isinstance(node, ast.FunctionDef):
             first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
-            found.setdefault((node.name, first), []).append(node)
-    return found
+            functions.setdefault((node.name, first), []).append(node)
+    return functions
 
 
 def _same_code(node: ast.AST, code: CodeType) -> bool:

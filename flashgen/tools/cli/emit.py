@@ -13,7 +13,7 @@ from flashgen.kernels.codegen import Source
 from flashgen.kernels.pipeline import emit as emit_kernels
 from flashgen.kernels.visits.layout_path import paths_of_layout
 from flashgen.shared.errors import InputError, RenderError, SpecError
-from flashgen.spec.language.chosen_specs import of_kernels
+from flashgen.spec.language.chosen_specs import spec_of_kernels
 from flashgen.spec.language.signature import split
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.spec_file import load
@@ -121,7 +121,7 @@ def kernels_of(spec: AttentionSpec, arch: str, sram: int | None = None) -> Itera
     free = emit_kernels(spec, arch, sram=sram)
     yield from free.minmax_tables
     yield free.forward
-    computed = of_kernels(spec)
+    computed = spec_of_kernels(spec)
     if computed.paged:
         yield emit_kernels(split(computed), arch, sram=sram).forward
         return

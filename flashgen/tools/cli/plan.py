@@ -67,7 +67,7 @@ def plan(arguments: PlanArguments) -> None:
         write(str(backward))
     else:
         if arguments.tangent:
-            plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, sram)),)
+            plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, sram)),)
         else:
             plans = (plan_forward(spec, arch, sram=sram, policy=arguments.policy),)
         write_summary(plans)

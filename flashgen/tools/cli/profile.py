@@ -56,7 +56,7 @@ def _decoding(profiles: Sequence[Profile], planned: DecodingPlan) -> str:
     predicted = planned.predicted
     if predicted is None:
         return text
-    bound = predicted.traffic.at["bound_bytes"]
+    bound = predicted.traffic.quantities["bound_bytes"]
     return (
         f"{text}, {predicted.traffic.bytes:,} predicted: {counted / bound:.3f} times the "
         f"{bound:,} B of the HBM bound; {seconds(predicted.seconds)}, a prediction, against "

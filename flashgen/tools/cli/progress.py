@@ -71,7 +71,7 @@ def expected_work(
     checked_call = known_call(spec, call)
     plans: Sequence[Plan]
     if which == "tangent":
-        plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, arguments.sram)),)
+        plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, arguments.sram)),)
     elif which != "forward":
         deterministic = arguments.deterministic
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels

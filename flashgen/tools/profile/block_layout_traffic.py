@@ -130,7 +130,7 @@ def _reads_of_tiles(
         if unmasked[tile]:
             start = tile * block
             stop = min(start + block, walk.walked.length)
-            live = listed.live[np.ix_(lines, listed.places(walk.walked, start, stop))]
+            live = listed.live[np.ix_(lines, listed.walked_blocks(walk.walked, start, stop))]
             shared += _until_one_is_not_live(live.T if plan.owns_keys else live)
             if live.all():
                 continue
@@ -173,7 +173,7 @@ def _read_part(
     walk: TileWalk, listed: ListedBlocks, lines: Array, start: int, stop: int
 ) -> tuple[int, bool]:
     """The blocks of these lines at walked positions, and whether some are live and some are not."""
-    live = listed.live[np.ix_(lines, listed.places(walk.walked, start, stop))]
+    live = listed.live[np.ix_(lines, listed.walked_blocks(walk.walked, start, stop))]
     return live.size, bool(live.any() and not live.all())
 
 

@@ -69,7 +69,7 @@ class DecodingPlan:
         """The time in which K, V, q and out pass through global memory once."""
         assert self.predicted is not None, "bytes are known"
         arch = facts(self.plan.arch)
-        return float(self.predicted.traffic.at["bound_bytes"]) / arch.hbm_bytes_per_s
+        return float(self.predicted.traffic.quantities["bound_bytes"]) / arch.hbm_bytes_per_s
 
     def __str__(self) -> str:
         lines = [str(self.plan), "", str(self.chosen)]

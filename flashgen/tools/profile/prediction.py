@@ -15,7 +15,7 @@ from flashgen.kernels.planner import Plan, backward_traffic, forward_traffic
 from flashgen.kernels.planner.duration import Duration, duration_of
 from flashgen.kernels.planner.quantities import Number
 from flashgen.kernels.planner.traffic import Traffic, computed_scores
-from flashgen.kernels.visits.visited_tiles import KnownCall, heads_of, joined, walks_of
+from flashgen.kernels.visits.visited_tiles import KnownCall, heads_of, joined_walks, walks_of
 from flashgen.shared.arch import WARP
 from flashgen.shared.call import CheckedCall
 from flashgen.shared.dtypes import OPERANDS
@@ -64,7 +64,7 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
         return LaunchPrediction()
     mask = build.analysis.mask
     heads = heads_of(call, mask, plan)
-    walks = joined(heads, plan, problem)
+    walks = joined_walks(heads, plan, problem)
     if plan.kernel == "forward":
         traffic = _sum(forward_traffic(plan, *x.sizes, x.visited, x.before) for x in walks)
         bytes_ = {name: getattr(traffic, name) for name in ("q", "k", "v", "o", "lse")}
@@ -92,7 +92,7 @@ def predict(call: KnownCall, build: Build, dlse: bool) -> LaunchPrediction:
         distinct=distinct,
         multiply_adds=multiply_adds_of(plan, scores),
         clocks=_clocks(plan, traffic.scores, scores),
-        duration=None if plan.of_captured else duration_of(plan, walks, uneven=mask.growth != 0),
+        duration=None if plan.is_for_learned else duration_of(plan, walks, uneven=mask.growth != 0),
     )
 
 
@@ -106,8 +106,8 @@ def predict_launch_of_splits(build: Build, prediction: SplitPrediction | None) -
     if prediction is None or plan.kernel == "minmax_table":
         return LaunchPrediction()
     if plan.kernel == "merge":
-        return LaunchPrediction(prediction.traffic.of_merge(), duration=prediction.merge)
-    bytes_ = prediction.traffic.of_forward()
+        return LaunchPrediction(prediction.traffic.merge_pointers(), duration=prediction.merge)
+    bytes_ = prediction.traffic.forward_pointers()
     if prediction.blocks is not None and prediction.blocks.persistent:
         bytes_["tile_counter"] = COUNTER_BYTES * prediction.blocks.work_tiles
     return LaunchPrediction(

@@ -113,7 +113,7 @@ def predict_splits(
     )
     # The splits of a batch entry follow each other, as its work tiles do.
     in_order = [
-        walk.of_split._replace(sizes=walk.of_split.sizes._replace(batch=1))
+        walk.split._replace(sizes=walk.split.sizes._replace(batch=1))
         for batch, runs in entries
         for _ in range(batch)
         for walks in runs
@@ -126,7 +126,7 @@ def predict_splits(
     if merge is not None:
         sizes = LaunchSizes(call.batch, call.heads_q, call.heads_q, call.seq_q, 0)
         merging = duration_of(merge, [Walk(sizes)], splits=call.splits)
-    all_walks = [walk.of_split for _, runs in entries for walks in runs for walk in walks]
+    all_walks = [walk.split for _, runs in entries for walks in runs for walk in walks]
     call = replace(call, splits=1) if plan.folds else call
     grid = plan.grid(*call.sizes, splits=call.splits)
     return SplitPrediction(
@@ -161,10 +161,10 @@ def _walks_of_run(run: Sequence[tuple[list[Walk], int]], *, early: bool) -> list
 
 def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
     """The walks of one launch whose blocks have all of these splits of their rows."""
-    split_walks = [walk.of_split for walk in walks if walk.of_split.sizes.seq_k]
+    split_walks = [walk.split for walk in walks if walk.split.sizes.seq_k]
     if not split_walks:
         return walks[:1]
-    if {walk.sizes.heads_q for walk in split_walks} != {walks[0].of_split.sizes.heads_q}:
+    if {walk.sizes.heads_q for walk in split_walks} != {walks[0].split.sizes.heads_q}:
         return walks  # heads with different walks, each of which is one of its own
     tiles_of_splits = [walks_of_head(plan, walk.sizes, walk.visited) for walk in split_walks]
     visited: list[list[int]] = [[] for _ in tiles_of_splits[0]]

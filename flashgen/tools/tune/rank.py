@@ -114,7 +114,7 @@ def derived(
     if which == "forward":
         plans: tuple[Plan, ...] = (plan(spec, arch, sram=sram),)
     elif which == "tangent":
-        plans = (plan_tangent(TangentPlanRequest.of_all(spec, arch, sram)),)
+        plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, sram)),)
     else:
         chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
         plans = tuple(candidate for candidate in chosen.kernels if not candidate.streams)

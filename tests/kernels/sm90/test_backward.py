@@ -179,7 +179,7 @@ def test_float32_uses_the_sm80_path_and_the_plan_gives_the_reason() -> None:
     spec = fg.load(spec_path("dense_bias")).replace(dtype="float32")
     chosen = plan_backward(spec, ARCH)
     assert {plan.path for plan in chosen.kernels} == {"sm_80"}
-    for plan in (chosen.of_keys, chosen.kernel("captured")):
+    for plan in (chosen.key_plan, chosen.kernel("captured")):
         assert "parts of bfloat16" in plan.explain()
         assert "sm_80 path" in str(plan)
 

@@ -42,7 +42,7 @@ IDS = [path.stem for path in LEARNED]
 def captured_of(run: BackwardRun) -> list[Plan]:
     """The plans of the launches that make gradients of learned tensors, compiled clean."""
     found = [report.kernel for report in run.reports if report.kernel is not None]
-    found = [kernel for kernel in found if kernel.plan.of_captured]
+    found = [kernel for kernel in found if kernel.plan.is_for_learned]
     for kernel in found:
         assert kernel.plan.path == ARCH
         check_gates(kernel)
@@ -206,7 +206,7 @@ def check_compiled(spec: fg.AttentionSpec) -> None:
         built = build_backward(spec, ARCH, deterministic=deterministic)[-1]
         plan, used = built.plan, built.binary.resources
         assert plan == chosen.kernel(plan.kernel), "planned with registers to spare"
-        assert plan.of_captured
+        assert plan.is_for_learned
         assert plan.path == ARCH
         assert used.clean
         assert built.binary.warnings == ()
@@ -257,7 +257,7 @@ def test_bytes_of_operands_and_products_are_those_that_the_plan_predicts(
     how = {"arch": ARCH, "deterministic": deterministic}
     _, profiles = profile_backward(*given, **how, **call.numbers)
     profile = profiles[-1]
-    assert profile.plan.of_captured
+    assert profile.plan.is_for_learned
     assert profile.plan.path == ARCH
     issued = {tensor.name: tensor.issued for tensor in profile.tensors}
     operands = {"q", "k", "v", "do", "rows"} | ({"rng"} if dropout_p else set())

@@ -51,15 +51,15 @@ class FloatPrinter(IntegerPrinter):
     """The part of `CPrinter` that prints floats."""
 
     @contextmanager
-    def _predicate(self, here: bool = True, *, fuses: bool = True) -> Iterator[None]:
-        """A context in which nothing is approximate, if ``here`` is true.
+    def _predicate(self, active: bool = True, *, fuses: bool = True) -> Iterator[None]:
+        """A context in which nothing is approximate, if ``active`` is true.
 
         Args:
             fuses: whether a product could be fused with a sum, so that products are rounded first.
         """
         before = self._in_predicate, self._rounds
-        self._in_predicate = before[0] or here
-        self._rounds = before[1] or (here and fuses)
+        self._in_predicate = before[0] or active
+        self._rounds = before[1] or (active and fuses)
         try:
             yield
         finally:
@@ -109,8 +109,8 @@ class FloatPrinter(IntegerPrinter):
         """
         branches, last = branches_of(expr)
         later = [last, branches[0][0], *(part for branch in branches[1:] for part in branch)]
-        known = all((part.args[0] if isinstance(part, AsFloat) else part).is_Atom for part in later)
-        if known or any(contains(part, TensorRead) for part in later):
+        atoms = all((part.args[0] if isinstance(part, AsFloat) else part).is_Atom for part in later)
+        if atoms or any(contains(part, TensorRead) for part in later):
             return self._choice(expr, self._float)
         text = self._float(last)
         for value, condition in reversed(branches):
@@ -129,8 +129,8 @@ class FloatPrinter(IntegerPrinter):
     def _terms_beside_score(self) -> Callable[[sympy.Expr, bool], Text]:
         """The printer of the terms of a sum with the score, which is itself a product.
 
-        One product can be fused with the sum. It should be that of the score: other products are
-        often the same for several scores. The first of them is therefore rounded.
+        One product can be fused with the sum. It should be the score: other products are often the
+        same for several scores. The first of the others is therefore rounded.
         """
         rounded: list[sympy.Expr] = []
 
@@ -169,7 +169,7 @@ class FloatPrinter(IntegerPrinter):
         exact = factor is not None and _is_power_of_two(factor)
         if factor is not None and (exact or not self._in_predicate) and factor >= FLOAT32_LEAST:
             return self._product([literal(factor), self._float(above)])
-        if self._approximates and not is_of_integers(below, self._of_integers):
+        if self._approximates and not is_of_integers(below, self._integer_lets):
             return self._call("fast_quotient", self._float(above)[0], self._float(below)[0])
         return self._ratio([above], [below])
 
@@ -225,7 +225,7 @@ class FloatPrinter(IntegerPrinter):
         return self._call("powf", self._float(base)[0], self._float(exponent)[0])
 
     def _power_of_two(self, exponent: sympy.Expr) -> Text:
-        """Fast where each score has its own; all scores of a head share the others."""
+        """A power of two: fast where each score has its own, exact where scores share it."""
         fast = self._approximates and not exponent.free_symbols.isdisjoint((SCORE, Q, K))
         return self._call("fast_exp2" if fast else "exp2f", self._float(exponent)[0])
 

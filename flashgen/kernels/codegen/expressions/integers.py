@@ -78,7 +78,7 @@ class IntegerPrinter(ABC):
         self.fast = OPERANDS[dtype].approximates
         self.tensors: set[TensorSymbol] = set()
         self.extremes: set[tuple[TensorSymbol, int, bool]] = set()
-        self._known: dict[sympy.Symbol, Limits] = {}
+        self._bounds: dict[sympy.Symbol, Limits] = {}
         self._smallest = _Smallest()
         self._limits: dict[sympy.Expr, Limits] = {}
         self._smallest_limits: dict[sympy.Expr, Limits] = {}
@@ -88,7 +88,7 @@ class IntegerPrinter(ABC):
         self._wide: set[sympy.Symbol] = set()
         self._data: set[sympy.Symbol] = set()
         self._predicates: set[sympy.Symbol] = set()
-        self._of_integers: set[sympy.Symbol] = set()
+        self._integer_lets: set[sympy.Symbol] = set()
         self._in_predicate = False
         self._rounds = False
         self.evaluates_all = False
@@ -148,10 +148,10 @@ class IntegerPrinter(ABC):
     def _overflows(self, expr: sympy.Expr) -> bool:
         """True if the expression, or a partial sum or product of it, may overflow int32.
 
-        Unless integers are to be wide, it may where even the smallest numbers overflow, as elements
-        of tensors do.
+        Unless integers are to be wide, it may overflow only where even the smallest numbers of a
+        call do, as elements of tensors.
         """
-        if sizes_of_parts(expr, self._known, self._limits) <= INT32_MAX:
+        if sizes_of_parts(expr, self._bounds, self._limits) <= INT32_MAX:
             return False
         if sizes_of_parts(expr, self._smallest, self._smallest_limits) > INT32_MAX:
             return True
@@ -159,7 +159,7 @@ class IntegerPrinter(ABC):
         return self.wide
 
     def _least(self, expr: sympy.Expr) -> int:
-        return limits(expr, self._known, self._limits)[0]
+        return limits(expr, self._bounds, self._limits)[0]
 
     def _int(self, expr: sympy.Expr, wide: bool = False) -> Text:
         """Integer text; of type int64 if ``wide``."""
@@ -284,7 +284,7 @@ class IntegerPrinter(ABC):
             )
         name = "floor_div" if quotient else "floor_mod"
         by_data = is_data(b) or not b.free_symbols.isdisjoint(self._data)
-        if by_data and may_be_zero(b, self._known):
+        if by_data and may_be_zero(b, self._bounds):
             name += "_or_0"
         return self._call(name, text[0], self._int(b, wide)[0])
 
@@ -300,12 +300,12 @@ class IntegerPrinter(ABC):
 
     def _divides(self, a: sympy.Expr, b: sympy.Expr) -> Text | None:
         """Whether a scalar of the call or a constant divides a number; None for other divisors."""
-        made = self.inverses.get(b)
+        inverse = self.inverses.get(b)
         if b.is_Integer and not is_power_of_two(b) and abs(b) <= INT32_MAX:
-            made = f"{inverse_of(int(b))}LL"
-        if made is None or self._is_wide(a) or self._is_wide(b):
+            inverse = f"{inverse_of(int(b))}LL"
+        if inverse is None or self._is_wide(a) or self._is_wide(b):
             return None
-        return self._call("divides", self._int(b)[0], self._int(a)[0], made)
+        return self._call("divides", self._int(b)[0], self._int(a)[0], inverse)
 
     def _choice(self, expr: sympy.Expr, print_value: Callable[[sympy.Expr], Text]) -> Text:
         branches, last = branches_of(expr)

@@ -45,17 +45,17 @@ _RELATIONS = {
 _RELATIONS |= {FLOAT_RELATIONS[kind]: word for kind, word in _RELATIONS.items()}
 
 
-def let_names(block: CodeBlock, known: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, str]:
+def let_names(block: CodeBlock, outer: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, str]:
     """A C++ name for each shared subexpression, derived from its expression.
 
     A subexpression without a short description is named t0, t1, ...
 
     Args:
-        known: the names of other symbols, among them those of an enclosing block.
+        outer: the names of other symbols, also of an enclosing block.
     """
     names: dict[sympy.Symbol, str] = {}
-    described = {s: name for s, name in known.items() if _LET.fullmatch(s.name)}
-    used = {*CALLED, *_TAKEN, *known.values()}
+    described = {s: name for s, name in outer.items() if _LET.fullmatch(s.name)}
+    used = {*CALLED, *_TAKEN, *outer.values()}
     indexed = _indices(block)
     unnamed = 0
     for symbol, value in block.lets:
@@ -89,10 +89,10 @@ def _indices(block: CodeBlock) -> dict[sympy.Symbol, str]:
 def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     """The description of an expression as an identifier, None where there is no short one."""
 
-    def of(part: sympy.Basic) -> str | None:
+    def name_of(part: sympy.Basic) -> str | None:
         return _name(part, names)
 
-    def joined(*parts: str | None) -> str | None:
+    def join(*parts: str | None) -> str | None:
         return None if any(part is None for part in parts) else "_".join(map(str, parts))
 
     if isinstance(expr, sympy.Symbol):
@@ -101,22 +101,24 @@ def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     if expr.is_Integer:
         return str(expr) if expr >= 0 else None
     if isinstance(expr, FloorDiv):
-        return joined(of(expr.args[0]), "div", of(expr.args[1]))
+        return join(name_of(expr.args[0]), "div", name_of(expr.args[1]))
     if isinstance(expr, FloorMod):
-        return joined(of(expr.args[0]), "mod", of(expr.args[1]))
+        return join(name_of(expr.args[0]), "mod", name_of(expr.args[1]))
     if isinstance(expr, Element):
-        parts = [of(index) for index in expr.indices]
-        return joined(expr.tensor.name, *([p for p in parts if p not in ("b", "h")] or parts))
+        parts = [name_of(index) for index in expr.indices]
+        return join(expr.tensor.name, *([p for p in parts if p not in ("b", "h")] or parts))
     if isinstance(expr, Extreme):
-        ends = _common(*map(of, expr.ends))
-        return joined("least" if isinstance(expr, Least) else "greatest", expr.tensor.name, ends)
+        ends = _common_name(*map(name_of, expr.ends))
+        return join("least" if isinstance(expr, Least) else "greatest", expr.tensor.name, ends)
     if isinstance(expr, AsFloat):
-        return of(expr.args[0])
+        return name_of(expr.args[0])
     if isinstance(expr, FloatQuotient):
-        return joined(of(expr.args[0]), "over", of(expr.args[1]))
+        return join(name_of(expr.args[0]), "over", name_of(expr.args[1]))
     if isinstance(expr, FloatProduct):
         factors = factors_in_order(expr)
-        return joined(of(factors[0]), "times", of(factors[1])) if len(factors) == 2 else None
+        return (
+            join(name_of(factors[0]), "times", name_of(factors[1])) if len(factors) == 2 else None
+        )
     if isinstance(expr, sympy.Add) and len(expr.args) <= 3:
         return _sum(written_order(expr), names)
     if isinstance(expr, FloatSum) and len(terms_in_order(expr)) <= 3:
@@ -124,37 +126,37 @@ def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     if isinstance(expr, sympy.Mul) and len(expr.as_ordered_factors()) == 2:
         factor, rest = expr.as_coeff_Mul()
         if factor.is_Rational and factor.p == 1 and factor.q > 1:
-            return joined(of(rest), "over", str(factor.q))
+            return join(name_of(rest), "over", str(factor.q))
         first, second = expr.as_ordered_factors()
-        return joined(of(first), "times", of(second))
+        return join(name_of(first), "times", name_of(second))
     if isinstance(expr, Minimum | Maximum):
         return _extremum(expr, names)
     if isinstance(expr, Select):
-        return _choice(of(expr.args[1]), of(expr.args[2]))
+        return _choice(name_of(expr.args[1]), name_of(expr.args[2]))
     if isinstance(expr, Relational):
-        left, right = of(expr.lhs), of(expr.rhs)
+        left, right = name_of(expr.lhs), name_of(expr.rhs)
         if isinstance(expr, sympy.Eq):
-            same = _common(left, right)
+            same = _common_name(left, right)
             if same is not None:
                 return f"same_{same}"
-        return joined(left, _RELATIONS[type(expr)], right)
+        return join(left, _RELATIONS[type(expr)], right)
     if isinstance(expr, sympy.Not):
-        return joined("not", of(expr.args[0]))
+        return join("not", name_of(expr.args[0]))
     if len(expr.args) == 1 and isinstance(expr, sympy.Function):
         symbols = [symbol.name for symbol in expr.free_symbols - names.keys()]
-        inner = of(expr.args[0]) or (f"of_{symbols[0]}" if len(symbols) == 1 else None)
-        return joined(expr.func.__name__.lower(), inner)
+        inner = name_of(expr.args[0]) or (f"of_{symbols[0]}" if len(symbols) == 1 else None)
+        return join(expr.func.__name__.lower(), inner)
     return None
 
 
 def _sum(terms: list[sympy.Expr], names: dict[sympy.Symbol, str]) -> str | None:
     text = ""
-    for place, term in enumerate(terms):
+    for index, term in enumerate(terms):
         negative = is_subtracted(term)
         name = _name(-term if negative else term, names)
-        if name is None or (negative and place == 0):
+        if name is None or (negative and index == 0):
             return None
-        text += name if place == 0 else f"_{'minus' if negative else 'plus'}_{name}"
+        text += name if index == 0 else f"_{'minus' if negative else 'plus'}_{name}"
     return text
 
 
@@ -185,7 +187,7 @@ def _choice(value: str | None, other: str | None) -> str | None:
     return None if value is None or other is None else f"{value}_or_{other}"
 
 
-def _common(low: str | None, high: str | None) -> str | None:
+def _common_name(low: str | None, high: str | None) -> str | None:
     """The common name of two ends of a range: q_div_width of q_lo_div_width and q_hi_div_width."""
     if low is None or high is None:
         return None

@@ -26,7 +26,7 @@ JUMPS = (Floor, Round, FloorDiv, FloorMod, sympy.sign)
 def predicate_lets(block: CodeBlock) -> set[sympy.Symbol]:
     """The shared subexpressions that predicates use, directly or through others."""
     values = dict(block.lets)
-    found: set[sympy.Symbol] = set()
+    used: set[sympy.Symbol] = set()
     waiting: list[sympy.Basic] = [
         part
         for expr in (*values.values(), *block.results)
@@ -34,28 +34,29 @@ def predicate_lets(block: CodeBlock) -> set[sympy.Symbol]:
         if isinstance(part, (*JUMPS, Relational, TensorRead))
     ]
     while waiting:
-        new = (waiting.pop().free_symbols & values.keys()) - found
-        found |= new
+        new = (waiting.pop().free_symbols & values.keys()) - used
+        used |= new
         waiting += [values[symbol] for symbol in new]
-    return found
+    return used
 
 
 def lets_of_integers(block: CodeBlock) -> set[sympy.Symbol]:
     """The shared subexpressions that are made of integers and literals alone."""
-    found: set[sympy.Symbol] = set()
+    symbols: set[sympy.Symbol] = set()
     for symbol, value in block.lets:
-        if is_of_integers(value, found):
-            found.add(symbol)
-    return found
+        if is_of_integers(value, symbols):
+            symbols.add(symbol)
+    return symbols
 
 
-def is_of_integers(expr: sympy.Basic, known: Set[sympy.Symbol]) -> bool:
+def is_of_integers(expr: sympy.Basic, symbols: Set[sympy.Symbol]) -> bool:
     """Whether an expression depends on no float of a call, whose size may be anything.
 
     Args:
-        known: further symbols that do not.
+        symbols: further symbols that depend on none.
     """
-    whole = known | {DISTANCE}
+    allowed = symbols | {DISTANCE}
     return all(
-        symbol.is_integer or is_condition(symbol) or symbol in whole for symbol in expr.free_symbols
+        symbol.is_integer or is_condition(symbol) or symbol in allowed
+        for symbol in expr.free_symbols
     )

@@ -49,10 +49,10 @@ class CPrinter(FloatPrinter):
 
     Attributes:
         multipliers: C++ of the multiplier and shift of each symbol by which kernels divide fast.
-        inverses: C++ of the inverse and limit of each of them, which tests for multiples need.
-        assumptions: what must be within int32 where integers are not wide, block by block.
+        inverses: C++ of the inverse and limit of each of these symbols, for tests for multiples.
+        assumptions: the integers that must be within int32 where integers are not wide, by block.
         evaluates_all: whether conditions are joined by ``&`` and ``|`` where all of them are cheap.
-            Of ``&&`` and ``||`` the compiler makes selections, which cost more instructions.
+            The compiler turns ``&&`` and ``||`` into selections, which cost more instructions.
         score_is_product: whether kernels multiply the score by the scale where they pass it.
         rounds_products: whether every product of floats is rounded. Otherwise the compiler chooses
             which products it fuses with sums, and may choose differently in another kernel.
@@ -105,20 +105,20 @@ class CPrinter(FloatPrinter):
         self._widths.clear()
         for symbol in [*self._nested_lets, *(() if nested else self._lets)]:
             del self.names[symbol]  # names and their types are local to their block
-            self._known.pop(symbol, None)
+            self._bounds.pop(symbol, None)
             self._smallest.pop(symbol, None)
             self._wide.discard(symbol)
             self._data.discard(symbol)
-        found = let_names(block, self.names)
-        self._lets, self._nested_lets = (self._lets, found) if nested else (found, {})
-        self.names |= found
+        names = let_names(block, self.names)
+        self._lets, self._nested_lets = (self._lets, names) if nested else (names, {})
+        self.names |= names
         self._predicates = predicate_lets(block)
-        self._of_integers = lets_of_integers(block)
+        self._integer_lets = lets_of_integers(block)
         outer = self.assumptions[-1].lets if nested else ()
         self.assumptions.append(AssumedBlock([*outer]))
 
     def let_type(self, symbol: sympy.Symbol, value: sympy.Basic) -> str:
-        """As `ctype`; a symbol is real where integers may overflow: floats hold them."""
+        """As `ctype`; a let is a float where its integers may overflow."""
         is_float = not is_condition(symbol) and not symbol.is_integer
         return "float" if is_float else self.ctype(value)
 
@@ -131,7 +131,7 @@ class CPrinter(FloatPrinter):
                 text = self._call("difference", *(self._name(s)[0] for s in (Q, K)))[0]
             line = f"const {kind} {self.names[symbol]} = {text};"
         if kind in ("int", "int64"):
-            self._known[symbol] = limits(value, self._known, self._limits)
+            self._bounds[symbol] = limits(value, self._bounds, self._limits)
             self._smallest[symbol] = limits(value, self._smallest, self._smallest_limits)
             self.assumptions[-1].lets.append((symbol, value))
         if kind == "int64":

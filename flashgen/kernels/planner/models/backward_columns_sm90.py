@@ -92,7 +92,7 @@ _OF_DQ = fitted.COLUMNS_DQ_REGISTERS
 
 
 def _registers(kernel: str) -> tuple[Formula, Formula]:
-    """Registers per thread, and the same solved for the block size, for the smallest pass."""
+    """Registers per thread for the smallest pass, and the formula solved for the block size."""
     needed = "extra + pass_keys*(1/2 + pending) + 8*ceil(pass_keys/16)"
     least = "extra + 12 + 8*pending"
     if kernel == "fused":
@@ -110,7 +110,7 @@ REPEATS = Formula("repeats", "passes*pass_keys*warps/(4*block_k)")
 
 
 def time_of_step(kernel: str, waits: str = "") -> tuple[Formula, ...]:
-    """The time of a warpgroup, what others hide of it, and the cost, of both forms of a kernel.
+    """The formulas of the time of a warpgroup, of the time that others hide, and of the cost.
 
     In "fused" dQ is a product of all keys of the block: the warpgroups exchange dS in every step,
     and therefore compute P and dS at the same time and multiply at the same time.
@@ -177,7 +177,7 @@ def _model(kernel: str) -> KernelModel:
         registers_sm90,
         (REPEATS, *_cost_steps(kernel)),
         register_limit=CONSUMER,
-        of_limit=(ROOM, FITTING, PASSES, PASS_KEYS),
+        after_limit=(ROOM, FITTING, PASSES, PASS_KEYS),
         sharing=((WARPS, WARPS),),
         stages=2,
         warp_counts=(WARPS,),

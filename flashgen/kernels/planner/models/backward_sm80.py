@@ -67,8 +67,8 @@ WRITTEN_TILES = {"dkdv": "2*min(1, exchanged)", "fused": "(1 + min(1, exchanged)
 def dq_row_warps(block_q: int, warps: int, d_qk: int) -> int:
     """The number of warps of "fused" that divide the row groups of a dQ tile; others share columns.
 
-    The division that computes the fewest columns beyond d_qk; among equals, the one that reads the
-    fewest elements of K and dS from shared memory.
+    The chosen number computes the fewest columns beyond d_qk; among equals, it reads the fewest
+    elements of K and dS from shared memory.
     """
 
     def work(rows: int) -> tuple[float, float, int]:
@@ -90,12 +90,12 @@ SIZES = {
 
 
 def _smem(kernel: str) -> tuple[Formula, tuple[Formula, ...], Formula]:
-    """Shared memory of a block, its parts, and the same solved for the walked block size."""
+    """Shared memory of a block, its parts, and the formula solved for the walked block size."""
     owned, walked = sides(kernel)
     # Q (in dq: K) has two buffers.
-    of_step = "d_qk + d_v + d_qk"
+    row_elements = "d_qk + d_v + d_qk"
     if kernel in KEY_KERNELS:
-        per_row = f"e*({of_step} + {WRITTEN_TILES[kernel]}*block_k) + {2 * ROW_BYTES}"
+        per_row = f"e*({row_elements} + {WRITTEN_TILES[kernel]}*block_k) + {2 * ROW_BYTES}"
         scores = "e*block_q*block_k"
         parts = {
             "smem_k": "e*block_k*d_qk",
@@ -107,35 +107,35 @@ def _smem(kernel: str) -> tuple[Formula, tuple[Formula, ...], Formula]:
             "smem_ds": scores if kernel == "fused" else f"min(1, exchanged)*{scores}",
         }
     else:
-        per_row = f"e*({of_step})"
+        per_row = f"e*({row_elements})"
         parts = {
             "smem_q": "e*block_q*d_qk",
             "smem_do": "e*block_q*d_v",
             "smem_k": "2*e*block_k*d_qk",
             "smem_v": "e*block_k*d_v",
         }
-    kept = f"e*{owned}*(d_qk + d_v)"
+    owned_bytes = f"e*{owned}*(d_qk + d_v)"
     if kernel in LEARNED_KERNELS:
         parts["smem_windows"] = "warps*windows"
-        kept += " - warps*windows"
-    bound = Formula(walked, f"({SPACE} - {kept})/({per_row})")
+        owned_bytes += " - warps*windows"
+    bound = Formula(walked, f"({SPACE} - {owned_bytes})/({per_row})")
     return (*sum_of(parts), bound)
 
 
 def _registers(kernel: str, itemsize: int) -> tuple[Formula, Formula]:
-    """Registers per thread, and the same solved for the walked block size."""
+    """Registers per thread, and the formula solved for the walked block size."""
     learned = kernel in LEARNED_KERNELS
     constant, per_row_group = fitted.BACKWARD_REGISTERS["captured" if learned else kernel, itemsize]
-    own = f"{constant} + {per_row_group}*row_groups" if per_row_group else str(constant)
-    own += " + extra" if learned else " + extra + row_groups*columns/2"
-    of_step = "row_groups*(1 + pending)"
+    fixed = f"{constant} + {per_row_group}*row_groups" if per_row_group else str(constant)
+    fixed += " + extra" if learned else " + extra + row_groups*columns/2"
+    per_row = "row_groups*(1 + pending)"
     if kernel in KEY_KERNELS:
-        of_step += "/score_warps"
+        per_row += "/score_warps"
     if kernel == "fused":
         # The tile dS K is summed when S^T and dP^T are no longer needed.
         dq_tile = f"({fitted.FUSED_DQ_REGISTERS[itemsize]})/({WARP}*dq_row_warps)"
-        of_step = f"max({of_step}, {dq_tile})"
-    return solved_registers(kernel, own, of_step)
+        per_row = f"max({per_row}, {dq_tile})"
+    return solved_registers(kernel, fixed, per_row)
 
 
 # ---- what it costs: clocks per score element of one SM with its resident blocks ------------------
@@ -158,14 +158,14 @@ def steps_to_cost(
     reads: str,
     rest: str,
     shared: str,
-    of_step: str = "d_qk + d_v",
+    row_elements: str = "d_qk + d_v",
 ) -> tuple[Formula, ...]:
     """The steps to the cost of a kernel that starts from O and LSE.
 
     Args:
         macs, reads, rest: the quantities of these names.
         shared: bytes that pass through shared memory, by score element.
-        of_step: as in `rates`.
+        row_elements: as in `rates`.
     """
     return (
         Formula("macs", macs),
@@ -174,7 +174,7 @@ def steps_to_cost(
         Formula("rest", rest),
         Formula("tensor", "factors*macs/tensor_rate", "clk"),
         Formula("shared", f"({shared})/{SMEM_BYTES_PER_CLOCK}", "clk"),
-        *rates(kernel, computed="repeats", tensor=SUSTAINED, of_step=of_step),
+        *rates(kernel, computed="repeats", tensor=SUSTAINED, row_elements=row_elements),
         ALONE,
         OVERLAP,
         OCCUPIED,

@@ -53,7 +53,7 @@ from flashgen.shared.launch_facts import KEY_KERNELS
 QUERY_KERNELS = ("dq", *LEARNED_KERNELS)
 DS_BUFFERS = 2  # of "fused": one is read while the other is written
 ALIGNED = 1024  # bytes: alignment of a swizzle pattern of 128 bytes
-# Producer warps that search for the tiles of the walk, and those of them that evaluate whether a
+# Producer warps that search for the tiles of the walk, and how many of these evaluate whether a
 # tile is full. Where a block owns keys, two of the three load LSE and delta and pass on the tile.
 WALKING_WARPS = dict.fromkeys(KEY_KERNELS, (3, 2)) | dict.fromkeys(QUERY_KERNELS, (1, 1))
 
@@ -81,9 +81,9 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
     """Stages, shared memory of a block and its parts, and the walked block size that it allows."""
     owned, walked = sides(kernel)
     # K and V, or Q and dO, which the block owns.
-    mine = f"e*{owned}*(depth + depth_v)"
+    owned_bytes = f"e*{owned}*(depth + depth_v)"
     # Per stage: a row of the other two, and the step's tile number; then the barriers.
-    of_row, kept, step = "e*(depth + depth_v)", "", f"{TILE_BYTES} + records"
+    row_bytes, per_query, step = "e*(depth + depth_v)", "", f"{TILE_BYTES} + records"
     parts = {
         "smem_q": "e*block_q*depth",
         "smem_do": "e*block_q*depth_v",
@@ -94,9 +94,9 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
     }
     if kernel in LEARNED_KERNELS:
         parts["smem_windows"] = "warps*windows"
-        mine += " - warps*windows"
+        owned_bytes += " - warps*windows"
     if kernel in KEY_KERNELS:
-        of_row = f"({of_row} + {ROW_BYTES})"
+        row_bytes = f"({row_bytes} + {ROW_BYTES})"
         parts = {
             "smem_k": "e*block_k*depth",
             "smem_v": "e*block_k*depth_v",
@@ -109,31 +109,33 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
             "mbarriers": "32*stages",  # K and V arrive with the first Q
         }
         if kernel == "fused":
-            kept = f"{DS_BUFFERS}*e*block_k + 4*depth"
+            per_query = f"{DS_BUFFERS}*e*block_k + 4*depth"
         else:
             del parts["smem_ds"], parts["sums of dQ"]
     resident = "" if kernel in KEY_KERNELS else " - 8"
-    left = f"{SPACE}{resident} - {mine}" + (f" - block_q*({kept})" if kept else "")
-    stages = f"max(1, min(2, floor(({left})/({walked}*{of_row} + {step} + 32))))"
-    per_row = f"stages*{of_row}" + (f" + {kept}" if kept else "")
-    bound = f"({SPACE} - {mine} - stages*({step}) - {parts['mbarriers']})/({per_row})"
+    remaining = f"{SPACE}{resident} - {owned_bytes}" + (
+        f" - block_q*({per_query})" if per_query else ""
+    )
+    stages = f"max(1, min(2, floor(({remaining})/({walked}*{row_bytes} + {step} + 32))))"
+    per_row = f"stages*{row_bytes}" + (f" + {per_query}" if per_query else "")
+    bound = f"({SPACE} - {owned_bytes} - stages*({step}) - {parts['mbarriers']})/({per_row})"
     return (Formula("stages", stages), *sum_of(parts), Formula(walked, bound))
 
 
 def _registers(kernel: str) -> tuple[Formula, Formula]:
-    """Registers per thread, and the same solved for the walked block size.
+    """Registers per thread, and the formula solved for the walked block size.
 
-    Accumulators of the gradients and addresses; then S and dP of the step, with the values that are
-    pending while they are rounded.
+    Registers hold accumulators of the gradients and addresses, S and dP of the step, and the values
+    that are pending while these are rounded.
     """
     if kernel in LEARNED_KERNELS:
-        own = f"{fitted.LEARNED_REGISTERS} + extra"
+        fixed = f"{fitted.LEARNED_REGISTERS} + extra"
     else:
-        own = (
+        fixed = (
             f"{fitted.BACKWARD_REGISTERS} + max(0, columns - {fitted.WIDE_COLUMNS})"
             f"/{fitted.WIDE_COLUMNS_PER_REGISTER} + extra + columns/2"
         )
-    return solved_registers(kernel, own, "(1 + pending)")
+    return solved_registers(kernel, fixed, "(1 + pending)")
 
 
 # "fused" computes S of the next step behind dK, where S and dQ have registers of their own beside
@@ -166,7 +168,7 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
         macs += " + dq_columns"
         reads += f" + e*dq_columns*(dq_groups/block_q + 1/{GROUP_ROWS})"
         rest += " + 1/2 + dq_columns/block_k"  # a store for dS, and sums of dQ
-        # Warps store whole strips of 64 columns of dQ, of which those that exist are added.
+        # Warps store whole strips of 64 columns of dQ; the columns that exist are added.
         shared += f" + e + 4*(dq_columns + {DEPTH_STEP}*ceil(d_qk/{DEPTH_STEP}))/block_k"
     per_step = fitted.BACKWARD_STEP_INSTRUCTIONS
     per_wgmma = fitted.BACKWARD_WGMMA_INSTRUCTIONS

@@ -63,22 +63,22 @@ and exchanges of the row's page, slot and scale."""
 
 
 def quantities_of(problem: TileProblem, kv_dtype: str, *, in_registers: bool) -> dict[str, Number]:
-    """The quantities of codes: bytes per code, and instructions for one and for a row of them.
+    """The quantities of codes: bytes of a code, and instructions for a code and for a row of them.
 
     Args:
-        in_registers: as in `of_codes`.
+        in_registers: as in `model_of_codes`.
     """
     kind, version = CACHE_DTYPES[kv_dtype], version_of(problem.arch.name)[:2]
     ops = _CONVERTED[kind.short]
     if kind.short == "e4m3" and version >= (8, 9):
         ops = _CONVERTED_BY_CVT
-    found: dict[str, Number] = {"e_kv": kind.itemsize, "row_ops": _OF_ROW}
+    quantities: dict[str, Number] = {"e_kv": kind.itemsize, "row_ops": _OF_ROW}
     if not in_registers:
-        return {**found, "convert_ops": ops + _IN_TILE / 8}
-    d_qk, d_v = problem.given["d_qk"], problem.given["d_v"]
+        return {**quantities, "convert_ops": ops + _IN_TILE / 8}
+    d_qk, d_v = problem.quantities["d_qk"], problem.quantities["d_v"]
     by_8 = version < (9, 0) or d_qk < STEP
     return {
-        **found,
+        **quantities,
         "convert_ops": ops,
         # Where rows are no multiple of 16 codes, 8 are copied at once.
         "copy_ops": _OF_COPY * (2 if d_qk % VECTOR or d_v % VECTOR else 1),
@@ -89,8 +89,8 @@ def quantities_of(problem: TileProblem, kv_dtype: str, *, in_registers: bool) ->
 
 
 @functools.cache
-def of_codes(model: KernelModel, *, in_registers: bool) -> KernelModel:
-    """The model of a kernel that converts codes, from that of the kernel without.
+def model_of_codes(model: KernelModel, *, in_registers: bool) -> KernelModel:
+    """The model of a kernel that converts codes, made from the model of the kernel without codes.
 
     Args:
         in_registers: whether tiles of K and V hold codes, which each warp converts for its own
@@ -123,6 +123,6 @@ def of_codes(model: KernelModel, *, in_registers: bool) -> KernelModel:
         steps.append(Formula(formula.name, text, formula.unit))
     changed = replace(model, cost_steps=tuple(steps), warps_of_few_rows=WARPS_OF_FEW_ROWS)
     if not in_registers:
-        others = (of_codes(each, in_registers=False) for each in model.other_forms)
+        others = (model_of_codes(form, in_registers=False) for form in model.other_forms)
         return replace(changed, other_forms=tuple(others))
     return replace(changed, smem=SMEM, parts=PARTS, smem_bound=BLOCK_K_BY_SMEM, other_forms=())

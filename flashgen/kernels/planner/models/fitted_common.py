@@ -30,26 +30,26 @@ FAST_POWER_INSTRUCTIONS = 5
 # Counted. Instructions of a power of a number, for 16-bit operands: one product and ex2.
 EXP2_INSTRUCTIONS = 2
 
-# Counted. Of the scores of a lane, whose rows are 8 apart, those with distances q - k of their own:
-# the assembler computes a function of the distance once for the others. It is 0.54 where a lane has
-# rows of one group of 16, and 0.32 where it has those of two, with which the records agree better.
+# Counted. The share of a lane's scores, whose rows are 8 apart, that have distances q - k of their
+# own: the assembler computes a function of the distance once for the others. It is 0.54 where a
+# lane has rows of one group of 16, and 0.32 where it has rows of two, which fits records better.
 OWN_DISTANCES = 0.32
 
 # Derived, not counted. Instructions of fg.rand's bits: seven rounds of two wide products and two
 # xors of three words each, and 12 for the counter and the choice of a word.
 RANDOM_INSTRUCTIONS = 40
 
-# Counted. Instructions per score of a tile whose mask is evaluated, beside those of the mask's own
-# expression: comparisons with the ends of a row's range, and the replacement of the score.
+# Counted. Instructions per score of a tile whose mask is evaluated, beside the instructions of the
+# mask's expression: comparisons with the ends of a row's range, and the replacement of the score.
 MASKING_INSTRUCTIONS = 2
-# Counted. Beside these, of masks that are no range. Where each score reads an element, a loop
-# shifts in a bit for each and tests it afterwards. Backward kernels set half a word of a pair by a
-# selection, and clear P and dS by the word.
+# Counted. Further instructions for masks that are no range. Where each score reads an element, a
+# loop shifts in a bit for each score and tests it afterwards. Backward kernels set half a word of a
+# pair by a selection, and clear P and dS by the word.
 LOOP_INSTRUCTIONS = 2
 WORD_OF_PAIR_INSTRUCTIONS = 1
-# Counted. Of a mask of the distance q - k: the scores of a lane for each distance at which it
+# Counted. For a mask of the distance q - k: the scores of a lane for each distance at which it
 # evaluates the mask (16 rows and 96 keys have 111 distances, 4 for each lane, and 48 scores), and
-# the instructions for each of these beside those of the mask: the distance, a vote, a shift.
+# the instructions for each distance besides the mask: the distance, a vote, a shift.
 SCORES_OF_DISTANCE = 12
 WORD_OF_DISTANCES_INSTRUCTIONS = 4
 # Counted. The same for the blocks of a layout: reads, shifts and tests of its bits.

@@ -61,10 +61,10 @@ FORWARD_INSTRUCTIONS = 4.5
 # Where another warpgroup has P too: a store and a load of 16 bytes, which 8 elements have.
 EXCHANGE_INSTRUCTIONS = 0.25
 # Registers that the assembler needs for a product beside its sums: it asks for 130 with 208 keys in
-# Q K^T, and as many with 200 columns in P V, of which P has some.
+# Q K^T, and as many with 200 columns in P V, where P is in registers.
 PRODUCT_REGISTERS = 26
 REGISTERS_OF_P = 4
-# The further ones of an exponential on FMA units instead of special-function units.
+# Further instructions of an exponential on FMA units instead of special-function units.
 FMA_EXP2_INSTRUCTIONS = 10
 # Chosen. Exponentials are divided where that saves this share of the predicted clocks.
 FMA_EXP2_GAIN = 0.03
@@ -84,19 +84,19 @@ WIDE_COLUMNS_PER_REGISTER = 10
 COLUMNS_REGISTERS = 12
 COLUMNS_DQ_REGISTERS = 29
 
-# Where tiles come panel by panel: addresses, descriptors, and the place in the ring; and for each
-# row of a step the operands that two warpgroups have of it.
+# Where tiles come panel by panel: addresses, descriptors, and the index in the ring; and for each
+# row of a step, the operands that two warpgroups have of the row.
 STREAMED_REGISTERS = 6
 STREAMED_REGISTERS_PER_ROW = Fraction(1, 2)
-# Chosen. Up to this head dim whole tiles fit, of which those up to 256 were timed.
+# Chosen. Up to this head dim whole tiles fit; tiles up to 256 were timed.
 STREAMED_BEYOND = 320
 
-# Addresses and descriptors of "fused" while it computes S of the next step, and what it then hides
-# of a step, in clocks: the least squares over seven calls at d 64, 96 and 128, 0.95 to 0.99 of the
-# time without (H100, 2026-11-28).
+# Registers for addresses and descriptors of "fused" while it computes S of the next step, and the
+# clocks of a step that it then hides: the least squares over seven calls at d 64, 96 and 128, 0.95
+# to 0.99 of the time without (H100, 2026-11-28).
 AHEAD_REGISTERS = 16
-# Chosen. The registers that are left free where the compiler spills in such a kernel: its tiles are
-# those of kernels that do not compute scores ahead.
+# Chosen. The registers that are left free where the compiler spills in such a kernel: the tiles are
+# then as for kernels that do not compute scores ahead.
 SPARE_NOT_AHEAD = 1
 AHEAD_CLOCKS = 236
 

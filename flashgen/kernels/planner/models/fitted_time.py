@@ -36,11 +36,11 @@ CONSTANTS: dict[str, dict[str, Number]] = {
 def constants_of(
     kernel: str, path: CodePath, constants: Mapping[str, Mapping[str, Number]] = CONSTANTS
 ) -> dict[str, Number]:
-    """The constants of a kernel by the names of quantities: a pass has its own share `exposed`."""
+    """The constants of a kernel by the names of quantities; each pass has its own `exposed`."""
     pass_ = "forward" if kernel == "forward" else "backward"
-    of_path = constants[path.constants].items()
-    own = {name.removesuffix(f"_{pass_}"): value for name, value in of_path}
-    return {name: value for name, value in own.items() if not name.startswith("exposed_")}
+    path_constants = constants[path.constants].items()
+    of_pass = {name.removesuffix(f"_{pass_}"): value for name, value in path_constants}
+    return {name: value for name, value in of_pass.items() if not name.startswith("exposed_")}
 
 
 POINTS = 462

@@ -59,8 +59,8 @@ ALONE = time_alone(SUSTAINED)
 ONE_SMEM, ONE_PARTS = sum_of({"smem_q": "e*block_q*d_qk", "smem_k": "e*stages*block_k*d_qk"})
 ONE_BLOCK_K_BY_SMEM = Formula("block_k", f"({SPACE}/e - block_q*d_qk)/(stages*d_qk)")
 COLUMN_WARPS = (1, 2, 4)
-# Warps that are out of step with it fill the time that it leaves idle: those of other blocks
-# always; those of the same block, which meet at two barriers in each step, half of the time.
+# Warps that are out of step with a warp fill the time that it leaves idle: warps of other blocks
+# always; warps of the same block, which meet at two barriers in each step, half of the time.
 OVERLAP = Formula("overlap", "blocks*min(warps/4, (warps + 4)/8)")
 # With fewer than four warps on an SM, some of its schedulers have none.
 OCCUPIED = Formula("occupied", "min(1, blocks*warps/4)")
@@ -110,7 +110,7 @@ _OWN_OF_EXCHANGE = f"{fitted.EXCHANGE_REGISTERS} + extra"
 
 
 def _exchanging(form: KernelModel) -> KernelModel:
-    """The form for wide heads, from the form whose warps have their rows alone."""
+    """The form for wide heads, made from the form in which no warps share rows."""
     # B operands for the rows of a warp; A operands: Q for the keys of a warp, and P by each warp.
     reads = "e*((d_qk + d_v)/(16*row_groups) + d_qk*column_warps/block_k + column_warps)"
     share = "column_warps/(row_groups*block_k)"
@@ -157,20 +157,20 @@ def _exchanging(form: KernelModel) -> KernelModel:
 
 
 def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
-    """The forward kernel for operands of this number of bytes per element."""
-    d_qk, copied = columns.of_scores, columns.copied
-    own, pending = fitted.FORWARD_REGISTERS[itemsize], fitted.FORWARD_PENDING[itemsize]
-    of_step = f"{fitted.FORWARD_STEP_INSTRUCTIONS}/(row_groups*block_k)"
+    """The model of the forward kernel for operands of this number of bytes per element."""
+    d_qk, copied = columns.scores, columns.copied
+    fixed, pending = fitted.FORWARD_REGISTERS[itemsize], fitted.FORWARD_PENDING[itemsize]
+    step_instructions = f"{fitted.FORWARD_STEP_INSTRUCTIONS}/(row_groups*block_k)"
     rest = (
-        f"{fitted.FORWARD_INSTRUCTIONS[itemsize]} + {of_step}"
+        f"{fitted.FORWARD_INSTRUCTIONS[itemsize]} + {step_instructions}"
         " + copy_ops*e*(d_qk + d_v)/(access*block_q) + score_ops + dropout_ops"
     )
     if columns is ONE_TENSOR:
         rest = (
-            f"column_warps*({fitted.FORWARD_INSTRUCTIONS[itemsize]} + {of_step}"
+            f"column_warps*({fitted.FORWARD_INSTRUCTIONS[itemsize]} + {step_instructions}"
             " + score_ops + dropout_ops) + copy_ops*e*d_qk/(access*block_q)"
         )
-    made = KernelModel(
+    model = KernelModel(
         name="forward",
         sizes=(),
         smem=SMEM,
@@ -178,12 +178,12 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
         smem_bound=BLOCK_K_BY_SMEM,
         registers=Formula(
             "registers",
-            f"row_groups*(block_k + {columns.of_output})/2 + {own}"
+            f"row_groups*(block_k + {columns.output})/2 + {fixed}"
             f" + {scaled('row_groups*block_k', pending)} + extra",
         ),
         register_bound=Formula(
             "block_k",
-            f"(register_limit - {own} - extra - row_groups*{columns.of_output}/2)"
+            f"(register_limit - {fixed} - extra - row_groups*{columns.output}/2)"
             f"/(row_groups*(1/2 + {pending}))",
         ),
         registers_of=registers_sm80,
@@ -198,7 +198,7 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
                 f"/{SMEM_BYTES_PER_CLOCK}",
                 "clk",
             ),
-            *rates("forward", columns.repeats, SUSTAINED, of_step=copied.strip("()")),
+            *rates("forward", columns.repeats, SUSTAINED, row_elements=copied.strip("()")),
             ALONE,
             OVERLAP,
             OCCUPIED,
@@ -206,11 +206,11 @@ def _forward(itemsize: int, columns: Columns = TWO_TENSORS) -> KernelModel:
             COST,
         ),
     )
-    made = replace(made, other_forms=(_exchanging(made),) if itemsize == 2 else ())
+    model = replace(model, other_forms=(_exchanging(model),) if itemsize == 2 else ())
     if columns is TWO_TENSORS:
-        return replace(made, one_tensor=_forward(itemsize, ONE_TENSOR))
+        return replace(model, one_tensor=_forward(itemsize, ONE_TENSOR))
     return replace(
-        made,
+        model,
         smem=ONE_SMEM,
         parts=ONE_PARTS,
         smem_bound=ONE_BLOCK_K_BY_SMEM,

@@ -78,7 +78,7 @@ ALONE = time_alone(between=f"{OWN_ISSUE} + handover/({GROUP_ROWS}*block_k)")
 # of them cannot keep the tensor cores busy.
 PACE = Formula("pace", "max(busiest, alone/(blocks*warps/4))", "clk")
 # The more warpgroups an SM has, the more of the waits of one the others fill: at head dim 128 tiles
-# of 192 rows were 8 to 11 % faster than those of 128 on an H200, whatever their keys.
+# of 192 rows were 8 to 11 % faster than tiles of 128 on an H200, whatever their keys.
 COST = Formula("cost", "pace + exposed*(alone - pace)*8/(blocks*warps)", "clk")
 # The predicted share of the time in which the tensor cores multiply.
 BUSY = Formula("busy", "tensor/cost")
@@ -138,8 +138,8 @@ _SENDS = "(column_warps - 1)"
 FACTORS = f"{_SENDS}*{8 * GROUP_THREADS}"
 SENT = f"{_SENDS}*e*block_q*block_k + {FACTORS}"
 _OF_OUTPUT = "d_v/column_warps"
-# The warpgroup of the scores computes those of a tile beside the product with V of the other one,
-# then the softmax beside its own: nothing of the next tile is computed before.
+# The warpgroup of the scores computes the scores of a tile beside the other warpgroup's product
+# with V, then the softmax beside its own product: nothing of the next tile is computed before.
 CHAIN = Formula(
     "chain",
     f"{_SENDS}*(max((depth + {_OF_OUTPUT})/tensor_rate, e*(depth/block_k + (depth + {_OF_OUTPUT})"
@@ -149,12 +149,12 @@ CHAIN = Formula(
 )
 
 
-def _cost_steps(copied: str, *more: Formula, **texts: str) -> tuple[Formula, ...]:
+def _cost_steps(copied: str, *limits: Formula, **texts: str) -> tuple[Formula, ...]:
     """The cost of a form whose warpgroups may share rows.
 
     Args:
         copied: the columns of a key, and of its value, that TMA writes.
-        more: limits of the pace besides "chain".
+        limits: limits of the pace besides "chain".
         texts: further formulas by their names.
     """
     texts |= {
@@ -165,16 +165,16 @@ def _cost_steps(copied: str, *more: Formula, **texts: str) -> tuple[Formula, ...
         # P is written and read.
         "shared": f"e*(depth/block_k + (depth + d_v)/{GROUP_ROWS} + {copied}/block_q"
         f" + 2*{_SENDS})/{SMEM_BYTES_PER_CLOCK}",
-        "pace": f"max({', '.join(x.name for x in (*more, CHAIN))}, {PACE.text})",
+        "pace": f"max({', '.join(x.name for x in (*limits, CHAIN))}, {PACE.text})",
     }
     steps = [Formula(x.name, texts.get(x.name, x.text), x.unit) for x in FORWARD.cost_steps]
-    at = FORWARD.cost_steps.index(PACE)
-    return (*steps[:at], *more, CHAIN, *steps[at:])
+    pace_index = FORWARD.cost_steps.index(PACE)
+    return (*steps[:pace_index], *limits, CHAIN, *steps[pace_index:])
 
 
-# Of more columns of O. The compiler needs further registers for those of one warpgroup. V has one
-# buffer where two do not fit. It is in use during its product and the softmax beside that, and then
-# it is filled while the next scores are computed. K is read ahead in any case.
+# For more columns of O the compiler needs further registers in one warpgroup. V has one buffer
+# where two do not fit. The buffer is in use during the product with V and the softmax beside it,
+# and is filled while the next scores are computed. K is read ahead in any case.
 _MORE = (
     f"max(0, {_OF_OUTPUT} - {fitted.FORWARD_WIDE_COLUMNS})/{fitted.FORWARD_COLUMNS_PER_REGISTER}"
 )
@@ -223,9 +223,9 @@ WIDE = replace(
 )
 # Values are the first columns of the keys: one tile of both, which is in use until its product with
 # P, a step after the one for S, so that a third buffer is filled meanwhile. Where two warpgroups
-# share rows, two buffers suffice: a tile has two parts. That of the second warpgroup's values is
-# free early in the step after, as their product is the first, and that of the first one's at its
-# end; the former is then multiplied first.
+# share rows, two buffers suffice: a tile has two parts. The part with the second warpgroup's values
+# is free early in the next step, whose first product uses it; the part with the first warpgroup's
+# values is free at the end of that step. The second part is then multiplied first.
 _ONE_BARRIERS = (
     f"{BARRIER_BYTES}*(3 + 2*column_warps*stages) + floor(2*warps/column_warps) + records"
 )

@@ -74,10 +74,10 @@ def time_alone(tensor: str = "tensor", between: str = "issue") -> Formula:
 
     Args:
         tensor: as in `rates`.
-        between: the clocks between its products but for those of special-function units.
+        between: the clocks between its products, without special-function units.
     """
-    own = f"max({tensor}, shared) + special + {between}"
-    return Formula("alone", f"max(busiest, {own})", "clk")
+    warp_clocks = f"max({tensor}, shared) + special + {between}"
+    return Formula("alone", f"max(busiest, {warp_clocks})", "clk")
 
 
 def rates(
@@ -85,7 +85,7 @@ def rates(
     computed: str = "1",
     tensor: str = "tensor",
     special: str = "1 + special_ops",
-    of_step: str = "d_qk + d_v",
+    row_elements: str = "d_qk + d_v",
 ) -> tuple[Formula, ...]:
     """Clocks of the resources that all kernels use alike, and of the busiest resource of all.
 
@@ -93,9 +93,9 @@ def rates(
         computed: the number of times that each score is computed.
         tensor: the clocks of the products at the rate that kernels reach.
         special: the functions of a score that the special-function units compute.
-        of_step: the elements of each row of a step that a block reads.
+        row_elements: the elements of each row of a step that a block reads.
     """
-    formulas = [Formula("l2", f"e*({of_step})/{sides(kernel)[0]}/l2_rate", "clk")]
+    formulas = [Formula("l2", f"e*({row_elements})/{sides(kernel)[0]}/l2_rate", "clk")]
     if kernel == "fused":
         formulas.append(Formula("atomics", "4*d_qk/block_k/(atomic_share*l2_rate)", "clk"))
     formulas.append(Formula("special", f"{computed}*({special})/{SPECIAL_PER_CLOCK}", "clk"))
@@ -105,18 +105,18 @@ def rates(
     return (*formulas, Formula("busiest", f"max({names})", "clk"))
 
 
-def solved_registers(kernel: str, own: str, of_step: str) -> tuple[Formula, Formula]:
-    """Registers per thread, and the same solved for the walked block size.
+def solved_registers(kernel: str, fixed: str, per_row: str) -> tuple[Formula, Formula]:
+    """Registers per thread, and the formula solved for the walked block size.
 
     Args:
-        own: registers that do not depend on the step.
-        of_step: registers for each row of a step.
+        fixed: registers that do not depend on the step.
+        per_row: registers for each row of a step.
     """
     _, walked = sides(kernel)
-    divisor = of_step if re.fullmatch(r"(max)?\(.*\)", of_step) else f"({of_step})"
+    divisor = per_row if re.fullmatch(r"(max)?\(.*\)", per_row) else f"({per_row})"
     return (
-        Formula("registers", f"{own} + {walked}*{of_step}"),
-        Formula(walked, f"(register_limit - ({own}))/{divisor}"),
+        Formula("registers", f"{fixed} + {walked}*{per_row}"),
+        Formula(walked, f"(register_limit - ({fixed}))/{divisor}"),
     )
 
 
@@ -124,27 +124,27 @@ class Columns(NamedTuple):
     """Columns of operands in the formulas of a forward kernel, as text.
 
     Attributes:
-        of_scores: those of Q and K, as often as the warps of a row multiply them.
-        copied: those of a key and its value that a block copies.
-        of_output: those of O that a warp has.
+        scores: columns of Q and K, as often as the warps of a row multiply them.
+        copied: columns of a key and its value that a block copies.
+        output: columns of O that a warp has.
         repeats: the number of times that each score is computed.
     """
 
-    of_scores: str
+    scores: str
     copied: str
-    of_output: str
+    output: str
     repeats: str
 
 
 TWO_TENSORS = Columns("d_qk", "(d_qk + d_v)", "d_v", "1")
 ONE_TENSOR = Columns("column_warps*d_qk", "d_qk", "d_v/column_warps", "column_warps")
-"""Where the values are the first columns of the keys."""
+"""The columns where the values are the first columns of the keys."""
 
 
 def sum_of(parts: dict[str, str]) -> tuple[Formula, tuple[Formula, ...]]:
     """Shared memory of a block, and its parts in their order, given as text by their names."""
-    each = tuple(Formula(name, text, "B") for name, text in parts.items())
-    return Formula("smem", " + ".join(parts.values()), "B"), each
+    formulas = tuple(Formula(name, text, "B") for name, text in parts.items())
+    return Formula("smem", " + ".join(parts.values()), "B"), formulas
 
 
 def scaled(text: str, factor: Fraction) -> str:
@@ -164,8 +164,8 @@ class KernelModel:
         name: the kernel's name, as in `Plan.kernel`.
         sizes: quantities from which the formulas below are made.
         smem: shared memory of a thread block.
-        parts: the bytes of each of its parts, in their order. Names that begin with "smem" are
-            those of `Plan`'s offsets.
+        parts: the bytes of each of its parts, in their order. Parts whose names begin with "smem"
+            have offsets in `Plan`.
         smem_bound: the walked block size that shared memory allows: ``smem`` solved for it.
         registers: registers per thread: the accumulators (16 x n per row group are n/2 registers)
             and what fragments, row statistics and addresses add.
@@ -176,21 +176,20 @@ class KernelModel:
         cost_steps: formulas of the cost, each after those it depends on. "products" and "rest" are
             instructions per score element and thread; "cost" is among the last.
         register_limit: the registers that a thread can have.
-        of_limit: quantities that follow from it, before ``registers``.
+        after_limit: quantities that follow from ``register_limit``, before ``registers``.
         sharing: pairs (column_warps, score_warps) that the template supports.
         clusters: numbers of blocks that may copy the same keys together, where warps share rows.
         stages: number of buffers, where the kernel has a choice.
-        stages_of_shares: the same where warps share rows, if it is another one; else 0.
+        stages_of_shares: number of buffers where warps share rows, if it is another number; else 0.
         warp_counts: numbers of computing warps that the template supports.
         warps_of_few_rows: fewest computing warps of a tile for few rows of calls with split keys; 0
             where there is none.
         row_groups: numbers of row groups per warp that the template supports.
         max_step: largest walked block size that the template supports.
         other_warps: warps of a block that do not compute (the producer warpgroup).
-        other_forms: the models of the kernel's other forms; the pairs of their ``sharing`` are
-            other ones.
+        other_forms: the models of the kernel's other forms, with other pairs in ``sharing``.
         beyond: head dims of q and k, or of v, up to which this form is not considered.
-        wide: columns of V, and the model of the kernel for more of them, where it is another one.
+        wide: a number of columns of V, and the model of the kernel for more columns; or None.
         one_tensor: the model where the values are the first columns of the keys.
     """
 
@@ -204,7 +203,7 @@ class KernelModel:
     registers_of: RegistersOf
     cost_steps: tuple[Formula, ...]
     register_limit: Formula = REGISTER_LIMIT
-    of_limit: tuple[Formula, ...] = ()
+    after_limit: tuple[Formula, ...] = ()
     sharing: tuple[tuple[int, int], ...] = ((1, 1),)
     clusters: tuple[int, ...] = (1,)
     stages: int = 1
@@ -229,8 +228,8 @@ class KernelModel:
         """The block size of the side that the main loop walks: "block_k" or "block_q"."""
         return sides(self.name)[1]
 
-    def of_values(self, columns: int, *, one_tensor: bool) -> KernelModel:
-        """The model for so many columns of V, or for those that are columns of the keys."""
+    def for_columns(self, columns: int, *, one_tensor: bool) -> KernelModel:
+        """The model for so many columns of V, or for values that are columns of the keys."""
         if one_tensor and self.one_tensor is not None:
             return self.one_tensor
         return self.wide[1] if self.wide and columns > self.wide[0] else self
@@ -246,13 +245,13 @@ class KernelModel:
 
     @functools.cached_property
     def needs(self) -> FormulaSequence:
-        """What a tile needs: ``sizes``, smem, smem_sm, register_limit, ``of_limit``, registers."""
+        """What a tile needs: its ``sizes``, shared memory and registers."""
         return FormulaSequence(
             *self.sizes,
             self.smem,
             SMEM_OF_SM,
             self.register_limit,
-            *self.of_limit,
+            *self.after_limit,
             self.registers,
         )
 

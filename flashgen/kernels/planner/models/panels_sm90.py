@@ -32,8 +32,8 @@ def panels_of_kernel(
 
     Where a block owns keys, dQ^T takes K in blocks of 64 columns. Where warps share the columns of
     dK and dV, so do the products for both. Where a block owns queries, each share of the columns
-    of V has whole panels. V in the tile of K has its panels. Tiles that come panel by panel have
-    those of 64 columns.
+    of V has whole panels. V in the tile of K has the panels of K. Tiles that come panel by panel
+    have panels of 64 columns.
     """
     if streamed:
         return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, GROUP_ROWS))
@@ -43,12 +43,12 @@ def panels_of_kernel(
     if kernel not in KEY_KERNELS:
         panel, count = panels_of(-(-d_v // column_warps))
         return panels_of(d_qk), (panel, count * column_warps)
-    of_v = GROUP_ROWS if column_warps > 1 else DEPTH_STEP
-    return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, of_v))
+    unit_v = GROUP_ROWS if column_warps > 1 else DEPTH_STEP
+    return _panels(_padded(d_qk, GROUP_ROWS)), _panels(_padded(d_v, unit_v))
 
 
 def columns_of_instructions(columns: int) -> tuple[int, ...]:
-    """The columns of each wgmma of a product, which has at most 256 of them.
+    """The columns of each wgmma of a product; a wgmma has at most 256 of them.
 
     A transposed operand begins at a whole swizzle pattern: all but the first begin at a multiple of
     64 columns, where a panel of any width begins.
@@ -75,10 +75,10 @@ def queries_of_sums(block_q: int, head_dim: int) -> int:
 
 
 def rows_of_sums(block_q: int, box_q: int, head_dim: int) -> int:
-    """Queries of a tile of the sums of dQ where tiles are gathered from boxes of so many.
+    """Queries of a tile of the sums of dQ where tiles are gathered from boxes of ``box`` queries.
 
-    One box, or two where each warpgroup has whole boxes: `queries_of_sums` of them are added side
-    by side.
+    A tile has one box, or two where each warpgroup has whole boxes: `queries_of_sums` queries are
+    added side by side.
     """
     share = queries_of_sums(block_q, head_dim)
     return box_q if share % box_q else box_q * (block_q // share)

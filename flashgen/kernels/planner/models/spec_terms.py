@@ -48,8 +48,8 @@ _HALF = sympy.Rational(1, 2)
 def score_instructions(spec: AttentionSpec, kernel: str, *, folds: bool = True) -> int:
     """Instructions of score_mod per score; in backward kernels with its derivative.
 
-    What the scores of a row or of a column share is counted with their shares of it, and what all
-    scores of a head share not at all.
+    Each score counts its share of what the scores of a row or of a column have in common. What all
+    scores of a head have in common is not counted.
 
     Args:
         folds: whether factors are folded where they can be.
@@ -62,7 +62,7 @@ def score_instructions(spec: AttentionSpec, kernel: str, *, folds: bool = True) 
 
 
 def spared_instructions(spec: AttentionSpec, kernel: str) -> int:
-    """Instructions per score of a softmax that the models count and other weights have not."""
+    """Instructions per score that the models count for a softmax and that other weights lack."""
     if spec.is_softmax:
         return 0
     kind = "forward" if kernel == "forward" else "backward"
@@ -74,13 +74,13 @@ def special_functions(spec: AttentionSpec, kernel: str) -> float:
     if spec.score == SCORE:
         return 0
     code, _ = _code_of_score(spec, kernel, folds=True)
-    values, own = dict(code.block.lets), code.needed(Level.SCORE)
+    values, lets = dict(code.block.lets), code.needed(Level.SCORE)
     # How many of the scores of a lane have values of their own, by symbol.
     share = dict.fromkeys((SCORE, PRODUCT, Q, K), 1.0)
     share[DISTANCE] = fitted_common.OWN_DISTANCES
-    for let in own:
+    for let in lets:
         share[let] = _share(values[let], share)
-    parts = [*(values[let] for let in own), *code.block.results]
+    parts = [*(values[let] for let in lets), *code.block.results]
     nodes = (node for part in parts for node in sympy.preorder_traversal(part))
     return sum(_special(node, share, OPERANDS[spec.dtype].approximates) for node in nodes)
 
@@ -93,7 +93,7 @@ def _special(node: sympy.Basic, share: Mapping[sympy.Symbol, float], fast: bool)
     """The instructions of special-function units of a node of the score's code.
 
     Args:
-        share: of a lane's scores, those that have values of their own, by symbol; 0 if not given.
+        share: the share of a lane's scores that have values of their own, by symbol; else 0.
         fast: as in `_operations`.
     """
     if isinstance(node, FloatQuotient):  # a product with the reciprocal, which may be shared
@@ -118,10 +118,10 @@ def _special_of_power(power: sympy.Basic, fast: bool) -> int:
 
 def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[LeveledCode, bool]:
     """The code of score_mod in a kernel, and whether its factors are folded."""
-    found, less = analyse_score(spec.score), folded_score(spec, kernel) if folds else None
-    if less is None:
-        return (found.value if kernel == "forward" else found.value_and_derivative), False
-    code = less.code if kernel == "forward" else less.code_with_slope
+    analysis, folded_form = analyse_score(spec.score), folded_score(spec, kernel) if folds else None
+    if folded_form is None:
+        return (analysis.value if kernel == "forward" else analysis.value_and_derivative), False
+    code = folded_form.code if kernel == "forward" else folded_form.code_with_slope
     assert code is not None, "a folded score of a backward kernel has its slope"
     return code, True
 
@@ -129,8 +129,8 @@ def _code_of_score(spec: AttentionSpec, kernel: str, folds: bool) -> tuple[Level
 def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = False) -> float:
     """Instructions per score of a tile whose mask or block layout is evaluated.
 
-    Each score is compared with the range of its row, or with what the mask's expression results in,
-    and replaced where it is outside.
+    Each score is compared with the range of its row, or the mask's expression is evaluated, and the
+    score is replaced where it is not kept.
 
     Args:
         in_parts: whether blocks of a layout are tested for several rows and columns at once.
@@ -154,7 +154,7 @@ def mask_instructions(spec: AttentionSpec, kernel: str, *, in_parts: bool = Fals
 def _per_score(
     code: LeveledCode, spec: AttentionSpec, kernel: str, *, exchanges: bool = False
 ) -> float:
-    """Instructions per score of code, with its share of what a row or a column of scores shares.
+    """Instructions of code per score, with a share of what a row or a column has in common.
 
     Args:
         exchanges: whether lanes compute what a column shares for some columns each, and exchange
@@ -170,14 +170,14 @@ def _per_score(
     def count(level: Level) -> int:
         return sum(_operations(expr, fast) for expr in parts[level])
 
-    own = sum(_operations(expr, fast) for expr in results)
-    of_column: float = count(columns)
+    result_ops = sum(_operations(expr, fast) for expr in results)
+    column_ops: float = count(columns)
     if exchanges:
         used = set().union(*(expr.free_symbols for expr in (*parts[Level.SCORE], *results)))
-        of_column /= fitted_common.LANES_OF_COLUMN
-        of_column += len(used & set(code.needed(columns)))
-    shared = count(rows) / fitted_common.SCORES_OF_ROW + of_column / fitted_common.SCORES_OF_COLUMN
-    return count(Level.SCORE) + own + shared
+        column_ops /= fitted_common.LANES_OF_COLUMN
+        column_ops += len(used & set(code.needed(columns)))
+    shared = count(rows) / fitted_common.SCORES_OF_ROW + column_ops / fitted_common.SCORES_OF_COLUMN
+    return count(Level.SCORE) + result_ops + shared
 
 
 def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
@@ -187,21 +187,21 @@ def folded_score(spec: AttentionSpec, kernel: str) -> FoldedScore | None:
     learns = any(tensor.grad for tensor in spec.tensors)
     slope = analyse_score(spec.score).derivative
     # A row of a served call has the same bits in every kernel of its spec.
-    found = folded(spec.score, slope, shifts=not learns, distances=not spec.is_served)
-    if found is None:
+    result = folded(spec.score, slope, shifts=not learns, distances=not spec.is_served)
+    if result is None:
         return None
-    return found if kernel == "forward" or found.code_with_slope is not None else None
+    return result if kernel == "forward" or result.code_with_slope is not None else None
 
 
-def moved(spec: AttentionSpec, tangents: Collection[str]) -> dict[str, Number]:
+def moving_terms(spec: AttentionSpec, tangents: Collection[str]) -> dict[str, Number]:
     """Which of the operands and of the scores of a call have a tangent, as numbers: 0 or 1.
 
     Args:
         tangents: the names of the tensors that have one.
     """
-    of_product = SCORE in spec.score.free_symbols
+    reads_product = SCORE in spec.score.free_symbols
     learned = {tensor.name for tensor in spec.tensors if tensor.symbol in spec.score.free_symbols}
-    moves = {f"{name}_moves": int(of_product and name in tangents) for name in ("q", "k")}
+    moves = {f"{name}_moves": int(reads_product and name in tangents) for name in ("q", "k")}
     scores = any(moves.values()) or not learned.isdisjoint(tangents)
     return {**moves, "v_moves": int("v" in tangents), "scores_move": int(scores)}
 
@@ -217,7 +217,7 @@ def dropout_instructions(spec: AttentionSpec, kernel: str) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def _operations(expr: sympy.Basic, fast: bool) -> int:
-    """Instructions of an expression, with those that address elements of captured tensors.
+    """Instructions of an expression, including the addresses of elements of captured tensors.
 
     Args:
         fast: whether the operands' dtype allows fast approximations.
@@ -232,17 +232,17 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
         elif isinstance(node, RandomBits):
             total += fitted_common.RANDOM_INSTRUCTIONS - 1
         elif isinstance(node, FloorDiv | FloorMod):
-            total += _of_division(node) - 1
+            total += _division_instructions(node) - 1
         elif isinstance(node, sympy.And | sympy.Or):
             # A comparison joins its result with another condition, and a negation is part of both.
-            joined = sum(not isinstance(arg, Relational) for arg in node.args)
-            total -= len(node.args) - max(joined, 1)
+            others = sum(not isinstance(arg, Relational) for arg in node.args)
+            total -= len(node.args) - max(others, 1)
         elif isinstance(node, sympy.Not):
             total -= 1
         elif isinstance(node, sympy.Eq | sympy.Ne) and _tests_multiples(node):
-            total += fitted_common.MULTIPLE_INSTRUCTIONS - _of_division(node.lhs)
+            total += fitted_common.MULTIPLE_INSTRUCTIONS - _division_instructions(node.lhs)
         if isinstance(node, sympy.Pow) and not (node.exp.is_Integer or abs(node.exp) == _HALF):
-            total += _of_power(node, fast) - 1
+            total += _power_instructions(node, fast) - 1
         elif isinstance(node, sympy.Pow) and node.exp.is_Integer and node.exp > 2:
             bits = f"{int(node.exp):b}"  # repeated squaring
             total += len(bits) + bits.count("1") - 3
@@ -251,13 +251,13 @@ def _operations(expr: sympy.Basic, fast: bool) -> int:
     return total
 
 
-def _of_power(power: sympy.Pow, fast: bool) -> int:
+def _power_instructions(power: sympy.Pow, fast: bool) -> int:
     """Instructions of a power that is no product and no root, as printed for floats."""
     base, exponent = power.args
     if fast and base.is_number:
         return fitted_common.EXP2_INSTRUCTIONS
-    of_root = is_int(base) and exponent.is_Rational and exponent.q == 2
-    if of_root or (fast and is_fraction_power(power)):
+    is_integer_root = is_int(base) and exponent.is_Rational and exponent.q == 2
+    if is_integer_root or (fast and is_fraction_power(power)):
         return fitted_common.FAST_POWER_INSTRUCTIONS
     return fitted_common.POWER_INSTRUCTIONS
 
@@ -268,11 +268,11 @@ def _tests_multiples(relation: Relational) -> bool:
     if not isinstance(remainder, FloorMod) or number != 0 or not is_int(remainder):
         return False
     divisor = remainder.args[1]
-    known = divisor.is_Integer or (divisor.is_Symbol and not is_data(divisor))
-    return known and not is_power_of_two(divisor)
+    is_known = divisor.is_Integer or (divisor.is_Symbol and not is_data(divisor))
+    return is_known and not is_power_of_two(divisor)
 
 
-def _of_division(node: FloorDiv | FloorMod) -> int:
+def _division_instructions(node: FloorDiv | FloorMod) -> int:
     """Instructions of a quotient or a remainder, as the printer of integers writes it."""
     number, divisor = node.args
     if not is_int(node) or is_data(divisor) or not (divisor.is_Integer or divisor.is_Symbol):
@@ -300,9 +300,9 @@ def registers_sm80(spec: AttentionSpec, arch: Arch, kernel: str, spare: int) -> 
 
 
 def served_registers(spec: AttentionSpec, path: str) -> int:
-    """The registers that calls with split keys or pages take beyond those of other calls.
+    """The registers that calls with split keys or pages take more than other calls.
 
-    Negative where consumers do without more, because the producer searches for them.
+    The number is negative where consumers need fewer, because the producer searches for them.
     """
     if not spec.is_served:
         return 0
@@ -315,32 +315,32 @@ def served_registers(spec: AttentionSpec, path: str) -> int:
     reads = _reads_for_each_score(spec)
     # Elements and the values of a weight function are alive together.
     needed = (not usual or reads) + (reads and not spec.is_softmax)
-    more = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
+    extra = fitted_sm80.FORWARD_SERVED_REGISTERS * (needed + (spec.block_sparse is not None))
     leaves = spec.paged and searches(spec) and not is_wide(spec)
-    return more - fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
+    return extra - fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
 
 
 def is_wide(spec: AttentionSpec) -> bool:
     """Whether O, or the depth of Q K^T, has more columns than one wgmma can have.
 
     The kernels then make the descriptors of Q again in each step, so that served calls need no more
-    registers. Their consumers have none to leave to a producer that searches, which has as many
+    registers. Consumers have no registers to leave to a producer that searches: it has as many
     without pages as with them, so that all calls have one tile.
     """
     return max(spec.head_dim, spec.head_dim_v or 0) > fitted_sm90.SHARED_BEYOND
 
 
-def most_registers_served(spec: AttentionSpec, at: Quantities) -> dict[str, Number]:
-    """The registers of the variant of a served spec, with pages or without, that takes the most.
+def most_registers_served(spec: AttentionSpec, quantities: Quantities) -> dict[str, Number]:
+    """The registers of the variant of a served spec, with or without pages, that takes the most.
 
     Args:
-        at: the quantities of the spec.
+        quantities: the quantities of the spec.
     """
-    if "searching" not in at or not searches(spec):
+    if "searching" not in quantities or not searches(spec):
         return {}
     leaves = spec.paged and not is_wide(spec)
-    extra = at["extra"] + fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
-    return {"extra": extra, "searching": max(at["searching"], fitted_sm90.GATHER_REGISTERS)}
+    extra = quantities["extra"] + fitted_sm90.PAGED_SEARCH_REGISTERS * leaves
+    return {"extra": extra, "searching": max(quantities["searching"], fitted_sm90.GATHER_REGISTERS)}
 
 
 def _extra_sm80(spec: AttentionSpec, arch: Arch, kernel: str) -> int:
@@ -373,9 +373,10 @@ def _learned_indices(spec: AttentionSpec, kernel: str) -> int:
     if kernel not in LEARNED_KERNELS:
         return 0
     learned = {tensor.symbol for tensor in spec.tensors if tensor.grad}
-    read = (each for each in elements_of(spec.score) if each.tensor in learned)
+    read = (element for element in elements_of(spec.score) if element.tensor in learned)
     return max(
-        (len(each.indices) - 1 for each in read if kind_of_sum(each) == "element"), default=0
+        (len(element.indices) - 1 for element in read if kind_of_sum(element) == "element"),
+        default=0,
     )
 
 
@@ -423,8 +424,8 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
     two_ends = row is not None and None not in (row.lo, row.hi)
     if kernel == "forward" or spec.is_served:
         gathers = spec.block_sparse is not None and not spec.is_served
-        served = spec.paged or (spec.is_served and is_wide(spec))
-        if gathers or (served and searches(spec)):
+        wide_or_paged = spec.paged or (spec.is_served and is_wide(spec))
+        if gathers or (wide_or_paged and searches(spec)):
             return fitted.GATHER_REGISTERS
         if row is None or spec.is_served or spare > fitted.SEARCH_BY_MASK_REGISTERS:
             return fitted.SEARCH_REGISTERS + fitted.SEARCH_BY_MASK_REGISTERS
@@ -435,12 +436,12 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
         return fitted.SEARCH_BY_BOUND_REGISTERS if searches(spec) else 0
     tests_tiles = spec.block_sparse is not None or row is None
     by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
-    more = spare > fitted.SPARE_NOT_AHEAD
-    if (tests_tiles and reads) or spare > by_tensors or (more and reads):
+    not_ahead = spare > fitted.SPARE_NOT_AHEAD
+    if (tests_tiles and reads) or spare > by_tensors or (not_ahead and reads):
         return fitted.SEARCH_REGISTERS + by_tensors
     if kernel in KEY_KERNELS and spec.block_sparse is not None:
         return fitted.GATHER_QUERIES_REGISTERS
-    return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or more else 0
+    return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or not_ahead else 0
 
 
 def searches(spec: AttentionSpec) -> bool:
@@ -453,13 +454,13 @@ def _reads_for_each_score(spec: AttentionSpec) -> bool:
 
     Where heads share a tile, that includes elements which depend on the head and the key.
     """
-    return any(kind_of_sum(each) in ("element", "column") for each in elements_of(spec.score))
+    return any(kind_of_sum(element) in ("element", "column") for element in elements_of(spec.score))
 
 
 def _score_pending(spec: AttentionSpec) -> float:
     """Registers per accumulator element for the elements of tensors that the score reads."""
     read = elements_of(spec.score)
-    return max((fitted_sm90.READ_PENDING[kind_of_sum(each)] for each in read), default=0.0)
+    return max((fitted_sm90.READ_PENDING[kind_of_sum(element)] for element in read), default=0.0)
 
 
 def _mask_reads_elements(spec: AttentionSpec) -> bool:

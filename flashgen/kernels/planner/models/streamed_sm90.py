@@ -60,7 +60,7 @@ DEPTH_V = Formula("depth_v", f"{GROUP_ROWS}*ceil(d_v/{GROUP_ROWS})")
 
 
 def _columns(depth: str) -> str:
-    """Columns of a gradient that a warpgroup has: of an odd number of panels both have the last."""
+    """Columns of a gradient that a warpgroup has; both have the last of an odd number of panels."""
     return f"{GROUP_ROWS}*ceil({depth}/{GROUPS * GROUP_ROWS})"
 
 
@@ -68,34 +68,34 @@ def _model(kernel: str) -> KernelModel:
     owned, walked = sides(kernel)
     by_keys = kernel in KEY_KERNELS
     own_rows = ("smem_k", "smem_v") if by_keys else ("smem_q", "smem_do")
-    mine = f"e*{owned}*(depth + depth_v)"
-    handed = f"e*{owned}*{walked}"
+    owned_bytes = f"e*{owned}*(depth + depth_v)"
+    handover_bytes = f"e*{owned}*{walked}"
     slot = f"e*{GROUP_ROWS}*{walked}"
-    told = f"stages*{TILE_BYTES}"
+    record_bytes = f"stages*{TILE_BYTES}"
     if by_keys:
-        told = f"stages*({ROW_BYTES}*{walked} + {TILE_BYTES})"
+        record_bytes = f"stages*({ROW_BYTES}*{walked} + {TILE_BYTES})"
     barriers = f"{BARRIER_BYTES}*(1 + 2*stages"
-    room = f"{SPACE} - {mine} - {told} - {barriers})"
+    remaining = f"{SPACE} - {owned_bytes} - {record_bytes} - {barriers})"
     # At most two steps, and at least a panel more than those that are kept.
     ring = Formula(
         "ring",
         f"max(1 + max(depth, depth_v)/{GROUP_ROWS}, min((depth + depth_v)/{GROUP_ROWS // 2},"
-        f" floor(({room} - {handed})/({slot} + {2 * BARRIER_BYTES}))))",
+        f" floor(({remaining} - {handover_bytes})/({slot} + {2 * BARRIER_BYTES}))))",
     )
     smem, parts = sum_of(
         {
             own_rows[0]: f"e*{owned}*depth",
             own_rows[1]: f"e*{owned}*depth_v",
             "smem_ring": f"ring*{slot}",
-            "smem_ds": handed,
-            "smem_rows": told,
+            "smem_ds": handover_bytes,
+            "smem_rows": record_bytes,
             "mbarriers": f"{barriers} + 2*ring)",
         }
     )
-    fixed = f"{SPACE} - {mine} - stages*{TILE_BYTES} - {barriers} + 2*ring)"
+    fixed = f"{SPACE} - {owned_bytes} - stages*{TILE_BYTES} - {barriers} + 2*ring)"
     per_row = f"e*{owned} + ring*e*{GROUP_ROWS}" + (f" + stages*{ROW_BYTES}" if by_keys else "")
     # S and dP of half of a step, and dS of both halves.
-    own = f"{fitted.STREAMED_REGISTERS} + extra + columns/2"
+    fixed_registers = f"{fitted.STREAMED_REGISTERS} + extra + columns/2"
     return KernelModel(
         kernel,
         (
@@ -110,7 +110,9 @@ def _model(kernel: str) -> KernelModel:
         parts,
         Formula(walked, f"({fixed})/({per_row})"),
         *solved_registers(
-            kernel, own, f"((1 + pending)/{GROUPS} + {fitted.STREAMED_REGISTERS_PER_ROW})"
+            kernel,
+            fixed_registers,
+            f"((1 + pending)/{GROUPS} + {fitted.STREAMED_REGISTERS_PER_ROW})",
         ),
         registers_sm90,
         _cost_steps(kernel),
@@ -131,16 +133,16 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     owned, walked = sides(kernel)
     by_keys = kernel in KEY_KERNELS
     walks = 2 if by_keys else 1
-    depths, of_gradient = "(depth + depth_v)", _columns("depth")
-    macs = f"{depths} + {GROUPS}*{of_gradient}"
+    depths, gradient_columns = "(depth + depth_v)", _columns("depth")
+    macs = f"{depths} + {GROUPS}*{gradient_columns}"
     # For a product a warpgroup reads its 64 rows of A, and B once for them: S and dP. A of the
     # gradient is in registers.
-    of_row = f"({GROUPS}/{walked} + 1/{GROUP_ROWS})"
-    reads = f"{depths}*{of_row} + {GROUPS}*{of_gradient}/{GROUP_ROWS}"
+    row_reads = f"({GROUPS}/{walked} + 1/{GROUP_ROWS})"
+    reads = f"{depths}*{row_reads} + {GROUPS}*{gradient_columns}/{GROUP_ROWS}"
     # The reads, what TMA writes, and the scores that are handed over.
-    moved = f"e*{depths}/{owned} + 2*e"
-    issued = f"{depths}/{DEPTH_STEP} + {of_gradient}/{GROUP_ROWS}*{walked}/{DEPTH_STEP}"
-    of_panels = f"{depths}/{GROUP_ROWS} + {of_gradient}/{GROUP_ROWS}"
+    moved_bytes = f"e*{depths}/{owned} + 2*e"
+    issued = f"{depths}/{DEPTH_STEP} + {gradient_columns}/{GROUP_ROWS}*{walked}/{DEPTH_STEP}"
+    panel_count = f"{depths}/{GROUP_ROWS} + {gradient_columns}/{GROUP_ROWS}"
     per_score = fitted.BY_KEYS_INSTRUCTIONS if by_keys else fitted.BY_QUERIES_INSTRUCTIONS
     # Half of a store and half of a load of two elements that are handed over.
     rest = f"{per_score} + score_ops + dropout_ops + 1"
@@ -149,18 +151,20 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
     alone = time_alone("tensor, l2", between=OWN_ISSUE)
     shared_v: tuple[Formula, ...] = ()
     if by_keys:
-        of_v = _columns("depth_v")
-        of_walk = f"depth*{of_row} + {GROUPS}*{of_v}/{GROUP_ROWS}"
+        value_columns = _columns("depth_v")
+        walk_reads = f"depth*{row_reads} + {GROUPS}*{value_columns}/{GROUP_ROWS}"
         shared_v = (
-            Formula("shared_v", f"(e*({of_walk}) + {moved})/{SMEM_BYTES_PER_CLOCK}", "clk"),
+            Formula(
+                "shared_v", f"(e*({walk_reads}) + {moved_bytes})/{SMEM_BYTES_PER_CLOCK}", "clk"
+            ),
         )
-        macs += f" + depth + {GROUPS}*{of_v}"
-        reads += f" + {of_walk}"
-        issued += f" + depth/{DEPTH_STEP} + {of_v}/{GROUP_ROWS}*{walked}/{DEPTH_STEP}"
-        of_panels += f" + depth/{GROUP_ROWS} + {of_v}/{GROUP_ROWS}"
+        macs += f" + depth + {GROUPS}*{value_columns}"
+        reads += f" + {walk_reads}"
+        issued += f" + depth/{DEPTH_STEP} + {value_columns}/{GROUP_ROWS}*{walked}/{DEPTH_STEP}"
+        panel_count += f" + depth/{GROUP_ROWS} + {value_columns}/{GROUP_ROWS}"
         # Each walk has its own busiest resource.
-        own = f"max(shared - shared_v, l2/2) + max(shared_v, l2/2) + special + {OWN_ISSUE}"
-        alone = Formula("alone", f"max(busiest, {own})", "clk")
+        walk_clocks = f"max(shared - shared_v, l2/2) + max(shared_v, l2/2) + special + {OWN_ISSUE}"
+        alone = Formula("alone", f"max(busiest, {walk_clocks})", "clk")
     return (
         Formula("macs", macs),
         Formula("reads", f"e*({reads})", "B"),
@@ -168,17 +172,17 @@ def _cost_steps(kernel: str) -> tuple[Formula, ...]:
             "products",
             f"({walks}*{fitted.STREAMED_STEP_INSTRUCTIONS}"
             f" + {fitted.STREAMED_WGMMA_INSTRUCTIONS}*({issued})"
-            f" + {fitted.STREAMED_PANEL_INSTRUCTIONS}*({of_panels}))"
+            f" + {fitted.STREAMED_PANEL_INSTRUCTIONS}*({panel_count}))"
             f"*{WARP}*warps/(block_q*block_k)",
         ),
         Formula("rest", f"{walks}*({rest})" if walks > 1 else rest),
         PRODUCT_CLOCKS,
-        Formula("shared", f"(reads + {walks}*({moved}))/{SMEM_BYTES_PER_CLOCK}", "clk"),
+        Formula("shared", f"(reads + {walks}*({moved_bytes}))/{SMEM_BYTES_PER_CLOCK}", "clk"),
         *shared_v,
         *rates(
             kernel,
             special=f"{walks}*(1 + special_ops)",
-            of_step=f"{walks}*(d_qk + d_v)",
+            row_elements=f"{walks}*(d_qk + d_v)",
         ),
         alone,
         Formula("cost", "alone", "clk"),

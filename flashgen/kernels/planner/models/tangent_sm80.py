@@ -26,7 +26,7 @@ from flashgen.kernels.planner.models.spec_terms import registers_sm80
 
 # Products of Q and K, with depth d_qk, and products with V, with d_v columns.
 OF_SCORES, OF_RESULTS = "(1 + q_moves + k_moves)", "(scores_move + v_moves)"
-OF_STEP = f"d_qk*(1 + k_moves) + d_v*{OF_RESULTS}"  # elements of a key that a step copies
+ROW_ELEMENTS = f"d_qk*(1 + k_moves) + d_v*{OF_RESULTS}"  # elements of a key that a step copies
 
 OPERANDS = {
     "smem_q": "e*block_q*d_qk",
@@ -37,24 +37,24 @@ OPERANDS = {
     "smem_v_tangent": "e*v_moves*block_k*d_v",
 }
 PARTS = OPERANDS | {
-    "O's end": f"e*max(0, block_q*(d_v - d_qk*(1 + q_moves)) - block_k*({OF_STEP}))"
+    "O's end": f"e*max(0, block_q*(d_v - d_qk*(1 + q_moves)) - block_k*({ROW_ELEMENTS}))"
 }
 BOUND = Formula(
     "block_k",
-    f"({SPACE}/e - block_q*d_qk*(1 + q_moves))/({OF_STEP})",
+    f"({SPACE}/e - block_q*d_qk*(1 + q_moves))/({ROW_ELEMENTS})",
 )
 COLUMNS = Formula("columns", "16*ceil(d_v/(16*column_warps))")
 
 
 def _registers(itemsize: int) -> tuple[Formula, Formula]:
-    """Registers per thread, and the same solved for the walked block size."""
+    """Registers per thread, and the formula solved for the walked block size."""
     constant, per_row_group = fitted.TANGENT_REGISTERS[itemsize]
-    own = f"{constant} + {per_row_group}*row_groups + extra + row_groups*columns/2"
-    return solved_registers("tangent", own, "row_groups*((1 + scores_move)/2 + pending)")
+    fixed = f"{constant} + {per_row_group}*row_groups + extra + row_groups*columns/2"
+    return solved_registers("tangent", fixed, "row_groups*((1 + scores_move)/2 + pending)")
 
 
 def _cost_steps(itemsize: int) -> tuple[Formula, ...]:
-    """The steps to the cost of the kernel, as those of dQ."""
+    """The steps to the cost of the kernel, as for "dq"."""
     macs = f"d_qk*{OF_SCORES}*repeats + column_warps*columns*{OF_RESULTS}"
     reads = (
         f"e*column_warps*(d_qk*{OF_SCORES}/block_k"
@@ -63,10 +63,10 @@ def _cost_steps(itemsize: int) -> tuple[Formula, ...]:
     rest = (
         f"repeats*({fitted.TANGENT_INSTRUCTIONS[itemsize]} + score_ops + dropout_ops)"
         f" + {fitted.BY_QUERIES_STEP_INSTRUCTIONS}*column_warps/(row_groups*block_k)"
-        f" + e*({OF_STEP})/(access*block_q)"
+        f" + e*({ROW_ELEMENTS})/(access*block_q)"
     )
-    shared = f"reads + e*({OF_STEP})/block_q"
-    return steps_to_cost("tangent", itemsize, macs, reads, rest, shared, OF_STEP)
+    shared = f"reads + e*({ROW_ELEMENTS})/block_q"
+    return steps_to_cost("tangent", itemsize, macs, reads, rest, shared, ROW_ELEMENTS)
 
 
 MODELS = {

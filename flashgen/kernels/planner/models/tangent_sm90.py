@@ -31,7 +31,7 @@ from flashgen.kernels.planner.models.kernel_model import (
 )
 from flashgen.kernels.planner.models.panels_sm90 import DEPTH_STEP, GROUP_ROWS
 from flashgen.kernels.planner.models.spec_terms import registers_sm90
-from flashgen.kernels.planner.models.tangent_sm80 import OF_RESULTS, OF_SCORES, OF_STEP
+from flashgen.kernels.planner.models.tangent_sm80 import OF_RESULTS, OF_SCORES, ROW_ELEMENTS
 from flashgen.shared.arch import SMEM_BYTES_PER_CLOCK
 
 _OWNED = "e*block_q*depth*(1 + q_moves)"
@@ -74,7 +74,7 @@ COST_STEPS = (
     Formula("rest", f"{fitted.TANGENT_INSTRUCTIONS} + score_ops + dropout_ops"),
     PRODUCT_CLOCKS,
     Formula("shared", f"(reads + {_OF_KEY}/block_q)/{SMEM_BYTES_PER_CLOCK}", "clk"),
-    *rates("tangent", of_step=OF_STEP),
+    *rates("tangent", row_elements=ROW_ELEMENTS),
     # With one buffer, a step waits for its keys to arrive.
     Formula("waits", "(2 - stages)*e*d_qk*(1 + k_moves)/block_q/l2_rate", "clk"),
     *time_of_step("tangent", " + waits"),

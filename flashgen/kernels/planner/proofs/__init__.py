@@ -17,7 +17,7 @@ from flashgen.kernels.planner.proofs.certificate import Certificate, ProofStep
 from flashgen.shared.arch import facts
 from flashgen.shared.errors import CertificateError
 from flashgen.spec.analysis import analyse
-from flashgen.spec.language.chosen_specs import of_kernels
+from flashgen.spec.language.chosen_specs import spec_of_kernels
 from flashgen.spec.language.spec import AttentionSpec
 
 __all__ = ["Certificate", "ProofStep", "certify"]
@@ -45,9 +45,9 @@ def certify(
     """
     forward = plan(spec, arch, sram=sram, policy=policy)
     plans = [forward]
-    if not of_kernels(spec).paged:
+    if not spec_of_kernels(spec).paged:
         plans += plan_backward(spec, arch, sram=sram, deterministic=deterministic).kernels
-    found = (
+    certificates = (
         *map(plan_constraints.certify_constraints, plans),
         algorithm.certify_tiled(),
         algorithm.certify_standard(),
@@ -55,13 +55,13 @@ def certify(
         algorithm.certify_softmax(spec),
         score_derivative.certify_derivatives(spec, analyse(spec)),
     )
-    for each in found:
-        if not each.holds:
-            broken = next(step.text for step in each.steps if not step.holds)
+    for certificate in certificates:
+        if not certificate.holds:
+            broken = next(step.text for step in certificate.steps if not step.holds)
             raise CertificateError(
-                f"not proved: {each.claim}",
-                where=f"spec {spec.name}, certificate {each.name}",
-                numbers=str(each),
+                f"not proved: {certificate.claim}",
+                where=f"spec {spec.name}, certificate {certificate.name}",
+                numbers=str(certificate),
                 way_out=f"look at the step that does not hold: {broken}",
             )
-    return found
+    return certificates

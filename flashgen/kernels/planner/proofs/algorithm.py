@@ -62,7 +62,7 @@ def certify_tiled() -> Certificate:
 
 
 def certify_standard() -> Certificate:
-    """The proof for Algorithm 0."""
+    """The proof for Algorithm 0, standard attention."""
     ratio = sympy.simplify(ALGORITHM_0 / (N * D + N**2))
     return Certificate(
         "standard",
@@ -85,9 +85,9 @@ def certify_plan(plan: Plan, smem: int) -> Certificate:
     """
     e, block = plan.itemsize, plan.block_q * plan.cluster  # a cluster reads its keys once
     dims = plan.head_dim + plan.head_dim_v
-    of_keys = plan.head_dim + plan.columns_read_again + plan.own_columns_of_v
+    key_columns = plan.head_dim + plan.columns_read_again + plan.own_columns_of_v
     tiles = sympy.Symbol("tiles", positive=True)
-    formula = e * N * dims + tiles * e * N * of_keys + 4 * N
+    formula = e * N * dims + tiles * e * N * key_columns + 4 * N
     owner = "tile of queries" if plan.cluster == 1 else f"cluster of {plan.cluster} tiles"
     rows = "K and V" if plan.own_columns_of_v else "K, whose first columns are V,"
     steps = [
@@ -97,10 +97,10 @@ def certify_plan(plan: Plan, smem: int) -> Certificate:
         )
     ]
     lengths = (1, block - 1, block, 1000, 4096, 16 * block + 1)
-    moved = {n: forward_traffic(plan, 1, 1, 1, n, n) for n in lengths}
+    traffic_by_length = {n: forward_traffic(plan, 1, 1, 1, n, n) for n in lengths}
     counted = [
-        of.issued - of.sink == int(formula.subs({tiles: -(-n // block), N: n}))
-        for n, of in moved.items()
+        traffic.issued - traffic.sink == int(formula.subs({tiles: -(-n // block), N: n}))
+        for n, traffic in traffic_by_length.items()
     ]
     steps.append(
         ProofStep(
@@ -115,7 +115,7 @@ def certify_plan(plan: Plan, smem: int) -> Certificate:
         ProofStep(
             f"as N grows, {leading} N^2 B: {float(constant):.3g} N^2 d^2 / M elements, with "
             f"d = {d} and M = {smem:,} B = {smem // e:,} elements",
-            bool(leading == sympy.Rational(e * of_keys, block)),
+            bool(leading == sympy.Rational(e * key_columns, block)),
         )
     )
     return Certificate("plan", "this plan moves Theta(N^2 d / block_q) bytes", tuple(steps))

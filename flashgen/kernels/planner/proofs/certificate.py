@@ -1,4 +1,4 @@
-"""Certificates: a claim with the steps of its proof, each of which holds or does not."""
+"""Certificates: a claim with the steps of its proof; each step holds or does not."""
 
 from __future__ import annotations
 

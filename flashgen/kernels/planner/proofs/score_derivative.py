@@ -75,8 +75,8 @@ MOST_NODES = 500
 def certify_derivatives(spec: AttentionSpec, analysis: Analysis) -> Certificate:
     """The proof for ds'/ds, and for ds'/dT of every learned element that the score reads."""
     score = analysis.score
-    of = [(SCORE, score.derivative), *score.learned]
-    steps = [step for variable, found in of for step in _compared(spec.score, variable, found)]
+    slopes = [(SCORE, score.derivative), *score.learned]
+    steps = [step for variable, slope in slopes for step in _compared(spec.score, variable, slope)]
     return Certificate(
         "derivative",
         f"the derivatives that {spec.name}'s backward kernels use are those of score_mod",
@@ -84,28 +84,29 @@ def certify_derivatives(spec: AttentionSpec, analysis: Analysis) -> Certificate:
     )
 
 
-def _compared(score: sympy.Expr, variable: sympy.Expr, found: sympy.Expr) -> Iterator[ProofStep]:
+def _compared(score: sympy.Expr, variable: sympy.Expr, slope: sympy.Expr) -> Iterator[ProofStep]:
     by = "score" if variable == SCORE else python_text(variable)
-    if max(size_of(score), size_of(found)) > MOST_NODES:
+    if max(size_of(score), size_of(slope)) > MOST_NODES:
         yield ProofStep(
             f"d score_mod / d {by}: score_mod has too many operations to be proved", False
         )
         return
-    score, found = inlined(score), inlined(found)
+    score, slope = inlined(score), inlined(slope)
     # Elements of tensors are treated as independent numbers.
-    names = {e: sympy.Symbol(f"x{i}", real=True) for i, e in enumerate(elements_of(score, found))}
+    names = {e: sympy.Symbol(f"x{i}", real=True) for i, e in enumerate(elements_of(score, slope))}
     x = names.get(variable, variable)
-    ours = _chain(in_reals(score).xreplace(names), x)
-    theirs = in_reals(found).xreplace(names)
+    by_chain_rule = _chain(in_reals(score).xreplace(names), x)
+    stated = in_reals(slope).xreplace(names)
     yield ProofStep(
-        f"d score_mod / d {by} = {python_text(found)}, and by the chain rule, node by node,"
+        f"d score_mod / d {by} = {python_text(slope)}, and by the chain rule, node by node,"
     )
-    if ours == theirs or sympy.expand(ours - theirs) == 0:
+    if by_chain_rule == stated or sympy.expand(by_chain_rule - stated) == 0:
         yield ProofStep("the same expression")
         return
-    difference = _largest(ours - theirs)
+    difference = _largest(by_chain_rule - stated)
+    shown = python_text(by_chain_rule.xreplace({v: k for k, v in names.items()}))
     yield ProofStep(
-        f"{python_text(ours.xreplace({v: k for k, v in names.items()}))}; equal to {DIGITS} digits "
+        f"{shown}; equal to {DIGITS} digits "
         f"at {POINTS} random points, largest difference {sympy.Float(difference, 2)}",
         bool(difference < sympy.Float(10) ** (10 - DIGITS)),
     )
@@ -133,7 +134,7 @@ def _chain(expr: sympy.Expr, x: sympy.Expr) -> sympy.Expr:
     if isinstance(expr, FloorMod):
         return inner[0] - FloorDiv(*expr.args) * inner[1]
     if isinstance(expr, Maximum | Minimum):
-        return _of_extremum(expr, inner)
+        return _slope_of_extremum(expr, inner)
     if isinstance(expr, sympy.Piecewise):
         # The derivative of each piece; jumps between pieces have none.
         return sympy.Piecewise(*((_chain(value, x), test) for value, test in expr.args))
@@ -143,8 +144,8 @@ def _chain(expr: sympy.Expr, x: sympy.Expr) -> sympy.Expr:
     return rule(expr.args[0]) * inner[0]
 
 
-def _of_extremum(expr: sympy.Expr, slopes: list[sympy.Expr]) -> sympy.Expr:
-    """The slope of the argument that is the extremum, for arguments that differ."""
+def _slope_of_extremum(expr: sympy.Expr, slopes: list[sympy.Expr]) -> sympy.Expr:
+    """The slope of an extremum whose arguments differ: the slope of the argument that it equals."""
     least = isinstance(expr, Minimum)
     total = sympy.S.Zero
     for i, (arg, slope) in enumerate(zip(expr.args, slopes, strict=True)):
@@ -160,7 +161,7 @@ def _of_extremum(expr: sympy.Expr, slopes: list[sympy.Expr]) -> sympy.Expr:
 
 
 def _largest(difference: sympy.Expr) -> sympy.Expr:
-    """The largest value at random points; infinity where the value is finite at none of them."""
+    """The largest value at random points; infinity where no point has a finite value."""
     chance = random.Random(0)
     symbols = sorted(difference.free_symbols, key=str)
     largest, seen = sympy.S.Zero, 0
