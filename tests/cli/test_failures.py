@@ -145,6 +145,16 @@ def test_an_error_that_no_part_expects_is_four_lines_too(monkeypatch):
     assert "Traceback" in flashgen("plan", CAUSAL, FLASHGEN_DEBUG="1").stderr
 
 
+def test_a_package_that_is_not_installed_is_named_and_is_no_bug():
+    program = "import sys; sys.modules['torch'] = None; from flashgen.tools.cli import main; main()"
+    command = [sys.executable, "-c", program, "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    first, *_, way_out = done.stderr.splitlines()[-4:]
+    assert done.returncode == 2
+    assert first == "InputError: a package that this command needs is not installed"
+    assert way_out == "  try      pip install torch"
+
+
 def in_shell(line: str) -> subprocess.CompletedProcess[str]:
     program = f"{sys.executable} -m flashgen"
     command = ["bash", "-c", line.replace("flashgen", program)]

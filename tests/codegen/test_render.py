@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,17 @@ def derived_by(source: Source) -> str:
     ((word, option),) = re.findall(r'With "(.+?)"(?: and (\S+))? in place of "emit"', says)
     call = again.removeprefix("//").strip().replace("emit", word)
     return call.replace(")", f", {option})") if option else call
+
+
+def test_the_command_of_a_banner_names_a_file_of_any_name(tmp_path: Path) -> None:
+    file = tmp_path / "a spec (1).py"
+    file.write_text("import flashgen as fg\nspec = fg.AttentionSpec(name='named', head_dim=64)\n")
+    emitted = fg.emit(fg.load(file), arch="sm_80")
+    for source, word in ((emitted.forward, "plan"), (emitted.backward[1], "plan --backward")):
+        made, again, says = source.text.splitlines()[:3]
+        assert "GENERATED" in made
+        assert shlex.split(again)[1:] == ["flashgen", "emit", file.name, "--arch", "sm_80"]
+        assert f'With "{word}" in place of "emit"' in says
 
 
 def test_the_banner_says_how_the_plan_of_its_own_kernel_is_derived(

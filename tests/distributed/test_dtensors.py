@@ -35,6 +35,8 @@ REFUSED = {
     "odd heads": "a mesh of ranks that divide the heads",
     "plain captured": "bias=distribute_tensor(bias, q.device_mesh",
     "plain operand": "v is an ordinary tensor beside DTensors",
+    "plain queries": "q=distribute_tensor(q, ids.device_mesh, [Replicate()] * ids.device_mesh",
+    "compiled plain queries": "q is an ordinary tensor beside DTensors",
     "no rng": "rng=distribute_tensor(torch.randint(2**63 - 1, (2,), device=q.device)",
     "own rng": "rng is an ordinary tensor beside DTensors",
     "entry": "the spec computes with b, the number of an entry",

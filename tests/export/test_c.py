@@ -38,6 +38,7 @@ from tests.support.exported_c import (
 )
 from tests.support.exports import exported, spec_of, with_portable_path
 from tests.support.judged import forward_verdicts
+from tests.support.paths import ROOT
 from tests.support.shapes import Case
 from tests.support.tiers import slow
 
@@ -569,6 +570,27 @@ def test_arguments_in_c_compile_in_both_languages_and_standards(
         standards = (f"-std={standard}", *WARNINGS[1:]) if language == "c" else ("-Wall",)
         command = (compiler(), "-x", language, *standards, *includes, "-fsyntax-only")
         subprocess.run([*command, str(tmp_path / "use.c")], check=True)
+
+
+def test_no_name_of_a_spec_gives_a_public_name_that_the_sources_have_for_themselves() -> None:
+    folder = ROOT / "templates/export"
+    name = r"/\*\{ p(?: \| upper)? \}\*/(_\w+)"
+    public = set(re.findall(name, (folder / "launcher.h.j2").read_text()))
+    assert {"_tensor", "_open", "_ERROR_SHAPE", "_backward"} <= public
+    for path in folder.glob("*.c.j2"):
+        code = re.sub(rf"{name}|/\*.*?\*/|//.*|\"[^\"]*\"", "", path.read_text())
+        own = set(re.findall(r"[A-Za-z]\w*", code))
+        assert {x for x in own if x.endswith(tuple(public))} == set(), path.name
+
+
+def test_strides_whose_bytes_no_integer_holds_are_refused(tmp_path: Path) -> None:
+    both = Compared("sliding_window", "sm_80", tmp_path, CASE)
+    both.python()
+    for name in ("q", "k", "v", "out"):
+        arguments = both.forward_arguments()
+        getattr(arguments, name).stride[2] = 16 - 2**63  # times 2 it is 32, with 64 bits
+        status, _ = both.library.run("forward", arguments)
+        assert "too far apart" in both.library.status_string(status)
 
 
 def test_calls_from_c_take_the_path_that_the_export_recorded() -> None:

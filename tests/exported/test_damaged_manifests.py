@@ -208,6 +208,12 @@ def test_the_error_is_one_of_launches_too(folder: Path) -> None:
     assert type(error.value) is fg.ExportError
 
 
+def test_the_command_that_makes_a_missing_export_is_one_for_a_folder_of_any_name() -> None:
+    with pytest.raises(fg.ExportError) as error:
+        fg.load_export("no folder")
+    assert error.value.way_out.startswith("flashgen export SPEC -o 'no folder', or ")
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f"])
 def test_every_architecture_that_kernels_are_compiled_for_may_be_in_a_manifest(
     folder: Path, arch: str

@@ -323,3 +323,20 @@ def test_a_mask_is_named_and_shown_by_the_users_lines() -> None:
     spec = known_mods.read(strictly_causal, lambda s, b, h, q, k: s + q, sizes)[0]
     made = spec.operator(16, 16, "float32").spec
     assert made.name == fg.AttentionSpec(strictly_causal).name == ("of_a_long_name" * 10)[:80]
+
+
+def test_an_error_names_the_tensor_of_its_own_mod(nothing_is_known: None) -> None:
+    q, k, v = operands(1, 2, 24, 32)
+    fits, short = torch.zeros(2, 32), torch.zeros(2, 5)
+
+    def first(score, b, h, q, k):
+        return score + fits[h, k]
+
+    def second(score, b, h, q, k):
+        return score + short[h, k]
+
+    fg.flex_attention(q, k, v, score_mod=first)
+    with pytest.raises(fg.InputError, match="outside of the captured tensor 'short'") as error:
+        fg.flex_attention(q, k, v, score_mod=second)
+    line = second.__code__.co_firstlineno
+    assert error.value.where.startswith(f"tests/flex/test_reuse.py:{line}, short[")

@@ -306,6 +306,18 @@ def test_a_loose_file_is_shown_by_its_bare_name(
     assert line.file == "loose.py"
 
 
+def test_a_spec_is_made_where_the_working_directory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "loose.py"
+    file.write_text("import flashgen as fg\nspec = fg.AttentionSpec(lambda b, h, q, k: q > k)\n")
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    assert load(file).mask_line.file == "loose.py"
+
+
 PRINT_ALL = """
 import sys
 import gc

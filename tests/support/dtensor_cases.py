@@ -394,6 +394,7 @@ def refused() -> dict[str, str]:
     three["q"] = problem(read)["q"][:, :3]
     three = {n: distribute_tensor(x, mesh, [BY_HEADS[n]]) for n, x in three.items()}
     rng = distribute_tensor(RNG, mesh, everywhere)
+    plain = [(n, x) for n, x in problem(read).items() if n in ("q", "k", "v")]
     packed = operator(_of_keys, None, packed=True)
     whole = {n: x[:1] if x.dim() == 4 else x for n, x in problem(packed).items()}
     entries = spread(mesh, whole, {name: Shard(0) for name in ("q", "k", "v")})
@@ -415,6 +416,10 @@ def refused() -> dict[str, str]:
         "odd heads": message(read, BY_HEADS, **few, **three),
         "plain captured": message(read, BY_HEADS, bias=torch.zeros(SIZES["bias"])),
         "plain operand": message(read, BY_HEADS, v=torch.zeros(SIZES["v"])),
+        "plain queries": message(read, {"bias": Shard(0)}, **{n: x[:, :2] for n, x in plain}),
+        "compiled plain queries": message(
+            read, {"bias": Shard(0)}, compiled=True, **{n: x[:, :2] for n, x in plain}
+        ),
         "no rng": message(dropped, BY_HEADS, dropout_p=0.1),
         "own rng": message(dropped, BY_HEADS, dropout_p=0.1, rng=RNG),
         "entry": message(operator(_of_keys, _by_entry), BY_BATCH),

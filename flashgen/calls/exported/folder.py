@@ -6,6 +6,7 @@ import errno
 import functools
 import hashlib
 import os
+import shlex
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,7 +144,8 @@ def open_folder(folder: str | os.PathLike[str]) -> Folder:
             "there is no export in this folder",
             where=str(folder),
             numbers=f"{MANIFEST} cannot be read: {error.strerror or error}",
-            way_out=f"flashgen export SPEC -o {folder}, or the folder that holds {MANIFEST}",
+            way_out=f"flashgen export SPEC -o {shlex.quote(str(folder))}, or the folder that holds "
+            f"{MANIFEST}",
         ) from None
     try:
         stored_manifest = stored(text)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-from flashgen.calls.ops.dtensors import keep_uncached, refuse_drawn
+from flashgen.calls.ops.dtensors import check_spread, keep_uncached, refuse_drawn
 from flashgen.calls.ops.operator import NUMBERS, Operator, check_choices
 from flashgen.calls.ops.registration import serve_dtensors
 from flashgen.calls.runtime.arguments.call import check_traced
@@ -66,8 +66,12 @@ def dispatched_call(
             a number of a wrong value, which may never run, as in a call of meta tensors.
     """
     q, k, v, captured, rng = operands
-    if not operator.serves_dtensors and any(map(is_dtensor, (q, k, v, *captured))):
-        serve_dtensors(operator)
+    if any(map(is_dtensor, (q, k, v, *captured))):
+        if not operator.serves_dtensors:
+            serve_dtensors(operator)
+        names = ("q", "k", "v", *(tensor.name for tensor in operator.signature.tensors))
+        tensors = dict(zip(names, (q, k, v, *captured), strict=True))
+        check_spread(operator.signature, tensors)
     check_traced(operator.signature, operands, options.scalars)
     p = _probability(operator, options.dropout_p)
     check_rng(rng, q.device)

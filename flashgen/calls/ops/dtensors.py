@@ -251,10 +251,7 @@ def _division_of(signature: CallSignature, arguments: dict[str, Any]) -> _Divisi
             "the local tensors of each rank, whose heads are a call of their own; or a cache of "
             "the dtype of q",
         )
-    tensors = {name: x for name, x in arguments.items() if _is_spread(signature, name, x)}
-    for name, x in tensors.items():
-        if not is_dtensor(x):
-            _refuse_plain(name, x, next(filter(is_dtensor, tensors.values())))
+    for name, x in check_spread(signature, arguments).items():
         for _, order in getattr(x._spec, "shard_order", None) or ():
             if list(order) != sorted(order):
                 _refuse_placement(name, x)
@@ -298,6 +295,26 @@ def _division_of(signature: CallSignature, arguments: dict[str, Any]) -> _Divisi
     if drops and any(axes):
         why = why or "dropout counts batch entries and heads as in the whole"
     return division._replace(in_whole=why)
+
+
+def check_spread(signature: CallSignature, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The tensors among the arguments of a call of DTensors that lie on the mesh.
+
+    Raises:
+        InputError: one of them is an ordinary tensor.
+    """
+    tensors = {name: x for name, x in arguments.items() if _is_spread(signature, name, x)}
+    for name, x in tensors.items():
+        if not is_dtensor(x):
+            other = next(other for other in tensors if is_dtensor(tensors[other]))
+            refuse(
+                f"{name} is an ordinary tensor beside DTensors",
+                f"argument {name}",
+                f"shape {shape_of(x)}, on each rank; {other} is on {tensors[other].device_mesh}",
+                f"{_on_all_ranks(name, name, other)} for a tensor that all ranks have; .to_local() "
+                "of the others for a call of this rank alone",
+            )
+    return tensors
 
 
 def _is_spread(signature: CallSignature, name: str, x: Any) -> bool:
@@ -550,18 +567,10 @@ def refuse_drawn() -> NoReturn:
         "the ranks of DTensors do not draw the same random numbers",
         "argument rng",
         "no rng is given, with a dropout_p above 0 or a mod that calls fg.rand",
-        _ON_ALL_RANKS.format("rng", "torch.randint(2**63 - 1, (2,), device=q.device)"),
+        _on_all_ranks("rng", "torch.randint(2**63 - 1, (2,), device=q.device)"),
     )
 
 
-_ON_ALL_RANKS = "{}=distribute_tensor({}, q.device_mesh, [Replicate()] * q.device_mesh.ndim)"
-
-
-def _refuse_plain(name: str, x: Tensor, dtensor: DTensor) -> NoReturn:
-    refuse(
-        f"{name} is an ordinary tensor beside DTensors",
-        f"argument {name}",
-        f"shape {shape_of(x)}, on each rank; others are on {dtensor.device_mesh}",
-        f"{_ON_ALL_RANKS.format(name, name)} for a tensor that all ranks have; .to_local() of the "
-        "others for a call of this rank alone",
-    )
+def _on_all_ranks(name: str, value: str, beside: str = "q") -> str:
+    mesh = f"{beside}.device_mesh"
+    return f"{name}=distribute_tensor({value}, {mesh}, [Replicate()] * {mesh}.ndim)"

@@ -18,9 +18,10 @@ from flashgen.frontends.flex.checks import (
 )
 from flashgen.frontends.flex.compiled import as_node
 from flashgen.frontends.flex.graph_capture import captures_a_graph, warn_of_values
-from flashgen.frontends.flex.known_mods import read
+from flashgen.frontends.flex.known_mods import read, read_alone
 from flashgen.frontends.flex.recorded_mods import Mod, uncompiled
 from flashgen.frontends.flex.traced_mods import CallSizes
+from flashgen.shared.errors import InputError
 
 Tensor = torch.Tensor
 
@@ -116,14 +117,24 @@ def _attend(
     query, key, _ = tensors
     device = query.device
     mask_mod, score_mod = uncompiled(mask_mod), uncompiled(score_mod)
-    traced, call_record = read(mask_mod, score_mod, CallSizes.from_tensors(query, key, device))
+    sizes = CallSizes.from_tensors(query, key, device)
+    traced, call_record = read(mask_mod, score_mod, sizes)
     captures = traced.captures(call_record, device)
     sparse = blocks = None
     if reads_blocks := has_blocks(block_mask):
-        sizes = *query.shape[:3], key.shape[2]
-        blocks = layout_beside_mask(block_mask, traced, call_record, sizes)
+        shape = *query.shape[:3], key.shape[2]
+        blocks = layout_beside_mask(block_mask, traced, call_record, shape)
     if captures_a_graph(device):
         warn_of_values((mask_mod, score_mod), call_record, reads_blocks)
     if blocks is not None:
         sparse, captures["layout"] = blocks.sparse, blocks.layout
-    return traced.attend(tensors, scale, captures, sparse, max_scores=max_scores)
+    try:
+        return traced.attend(tensors, scale, captures, sparse, max_scores=max_scores)
+    except InputError as error:
+        refused = error
+    # What an earlier call traced has the names and lines of its mods: the error names those of this
+    # call.
+    layout = {"layout": captures["layout"]} if sparse is not None else {}
+    traced, call_record = read_alone(mask_mod, score_mod, sizes)
+    traced.attend(tensors, scale, traced.captures(call_record, device) | layout, sparse)
+    raise refused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from flashgen.kernels.codegen.source import WITHOUT_SPEC, options
 from flashgen.kernels.codegen.text import COLUMNS, comments
 from flashgen.kernels.planner import Plan, tangents_of
@@ -153,23 +155,24 @@ def _emit_command(spec: AttentionSpec, plan: Plan, appends: str) -> str:
     if plan.kernel == "tangent" and (plan.tangents != tangents_of(spec) or spec.file is None):
         return f'flashgen.emit({loaded}, arch="{plan.arch}").tangent({plan.tangents!r})'
     if spec.file is not None:
-        return f"flashgen emit {spec.file} --arch {plan.arch}"
+        return f"flashgen emit {shlex.quote(spec.file)} --arch {plan.arch}"
     return f'flashgen.emit(spec, arch="{plan.arch}")'
 
 
 def _command_of_plan(plan: Plan, emit_command: str) -> str:
     """The words for "emit" in `_emit_command` that print the plan's derivation; "" for none.
 
-    An expression in Python has brackets, and a command has none.
+    An expression in Python begins with the package.
     """
+    is_python = emit_command.startswith("flashgen.")
     if plan.kernel == "forward":
         return '"plan"'
     if plan.kernel == "tangent":
-        return "" if "(" in emit_command else '"plan --tangent"'
+        return "" if is_python else '"plan --tangent"'
     if plan.kernel in _ALONE or plan.kernel in WITHOUT_SPEC:
         return ""
     exact = plan.kernel in ("dkdv", "dq", "captured_exact")  # all of the deterministic scheme
-    if "(" in emit_command:
+    if is_python:
         return f'"kernels.planner.plan_backward"{exact * " and deterministic=True"}'
     return f'"plan --backward{exact * " --deterministic"}"'
 

@@ -58,7 +58,7 @@ def shown_path(file: str) -> str:
             return path.relative_to(parent).as_posix()
     try:
         return path.relative_to(Path.cwd()).as_posix()
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # the working directory is another one, or removed
         return path.name
 
 

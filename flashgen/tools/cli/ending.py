@@ -123,7 +123,19 @@ def four_lines(error: Exception) -> FlashgenError:
             numbers=str(error).splitlines()[0] if str(error) else type(error).__name__,
             way_out="a smaller --shape",
         )
+    if isinstance(error, ModuleNotFoundError) and _is_package(error.name):
+        return InputError(
+            "a package that this command needs is not installed",
+            where=f"the environment of {sys.executable}",
+            numbers=str(error),
+            way_out=f"pip install {error.name}",
+        )
     return _unexpected_error(error)
+
+
+def _is_package(module: str | None) -> bool:
+    """Whether a module that is missing is a whole package, and none of flashgen's own."""
+    return module is not None and "." not in module and module not in ("flashgen", "ptx_emulator")
 
 
 def _command_line_error(error: Exception, line: Sequence[str]) -> FlashgenError:
