@@ -79,8 +79,9 @@ FORGIVEN = {
     "mbarrier_init_fence": "a bulk copy signals an mbarrier whose initialisation no fence followed",
     "mbarrier_reinit": "mbarrier.init at an mbarrier, without mbarrier.inval",
     "same_value": "several warps write the same value to the same bytes",
-    "uninitialised_rows": "shared memory is read that was never written; it then holds ones in all "
-    "bits, NaN as a float, so that results show whether it matters",
+    "uninitialised_rows": "shared memory is read that was never written, or a register is stored "
+    "there or in global memory that was never written; the bytes then hold ones in all bits, NaN "
+    "as a float, so that results show whether it matters",
     "warp_synchronous": "lanes of one warp exchange through memory without __syncwarp",
     "wgmma_rows_syncwarp": "each warp writes its 16 rows of the A of wgmma, without a barrier of "
     "the warpgroup",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ptx_emulator.isa.definedness import ALL
 from ptx_emulator.isa.floats import is_float
 from ptx_emulator.isa.generator import Generator, formula, instruction, split_pair
 from ptx_emulator.isa.warp import raw_dtype
@@ -131,7 +132,7 @@ def emit_select(g: Generator, ins: Instruction) -> None:
     test = g.read(p, "b1")
     if defined_x or defined_y:
         # Only the selected value counts as read.
-        chosen = [" & ".join(names) or g.literal(1, "b1") for names in (defined_x, defined_y)]
+        chosen = [" & ".join(names) or g.literal(ALL, "u8") for names in (defined_x, defined_y)]
         g.defined.append(g.let(f"where({test}, {chosen[0]}, {chosen[1]})"))
     g.write(to, f"where({test}, {x}, {y})", dtype)
 

@@ -79,7 +79,8 @@ def emit_call(g: Generator, ins: Instruction) -> None:
     if not name:
         what = "a call through a pointer, recursive or of no function of the module"
         raise g.unknown(what, "write a recursion as a loop, and call functions of the module")
-    raise g.unknown(f"a call of the external function {name}")
+    what = f"a call of the external function {name}"
+    raise g.unknown(what, "call functions of the module, printf and assert alone")
 
 
 @instruction("call_of_nothing", unit="control", result=False, branches=True)

@@ -22,6 +22,7 @@ from ptx_emulator.ptx.register_types import DTYPE
 from ptx_emulator.ptx.syntax import Instruction, Operand
 
 TINY = np.float32(2.0**-126)  # the smallest normal float32
+_TINY_DOUBLE = 2.0**-1022
 _HALF = np.uint64(1 << 63)
 _SHIFT = np.uint64(35)
 _SINGLE = np.dtype("f4")
@@ -29,10 +30,11 @@ _SMALL, _LARGE = 2.0**-900, 2.0**960
 
 
 def flush(x: Any) -> Any:
-    """Subnormal float32 values become zeros of the same sign."""
-    if not np.any((np.abs(x) < TINY) & (x != 0)):
+    """Subnormal values become zeros of the same sign."""
+    tiny = TINY if x.dtype == _SINGLE else _TINY_DOUBLE
+    if not np.any((np.abs(x) < tiny) & (x != 0)):
         return x
-    return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
+    return np.where(np.abs(x) < tiny, np.copysign(x.dtype.type(0), x), x)
 
 
 def saturate(x: Any) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 
 from ptx_emulator.checks.wgmma_registers import WgmmaHazards
 from ptx_emulator.errors import UnknownInstruction
-from ptx_emulator.isa import forms
+from ptx_emulator.isa import definedness, forms
 from ptx_emulator.isa.pending_products import PendingProducts
 from ptx_emulator.isa.special_registers import SPECIAL
 from ptx_emulator.ptx import instructions, syntax
@@ -411,8 +411,7 @@ class Generator:
     def result_definedness(self, index: int) -> str | None:
         if not self.check or index not in self.program.tracked:
             return None
-        parts = sorted(set(self.defined))
-        return " & ".join(parts) if parts else self.literal(1, "b1")
+        return definedness.marks_of_result(self, self.ins, index)
 
     def set_definedness(self, index: int, value: str) -> None:
         slot = self.program.tracked[index]

@@ -16,6 +16,7 @@ from ptx_emulator.checks.shared_races import SharedRaces
 from ptx_emulator.counters.recorder import READ, WRITE, count_sectors
 from ptx_emulator.errors import OutOfBounds
 from ptx_emulator.isa.cluster import remote, resolved
+from ptx_emulator.isa.definedness import above, bytes_of_marks
 from ptx_emulator.isa.generator import Generator, instruction, items_of
 from ptx_emulator.ptx.instructions import may_read_local, registers_in
 from ptx_emulator.ptx.register_types import DTYPE
@@ -30,9 +31,9 @@ from ptx_emulator.state.memory import (
     WINDOW_BYTES,
     Array,
 )
-from ptx_emulator.state.wave import Execution, Stored, UnwrittenLocal
+from ptx_emulator.state.wave import ALL_BITS, Execution, Stored, UnwrittenLocal
 
-_WRITTEN = {size: np.ones(size, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
+_WRITTEN = {size: np.full(size, 255, np.uint8).view(dtype)[0] for size, dtype in ELEMENT.items()}
 _BASES = (0, SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW)
 
 
@@ -111,6 +112,18 @@ def store_shared(
     view[index] = execution.chosen(value)
 
 
+def ones_where_unwritten(execution: Execution, value: Any, written: Any) -> Any:
+    """A stored value with ones in the bits that were never written, if that is allowed."""
+    written = written | np.uint64(above(value.itemsize))  # a register may be wider
+    execution.machine.require_defined(execution, written, "uninitialised_rows")
+    if np.all(written == ALL_BITS):
+        return value
+    shape = np.broadcast_shapes(np.shape(value), np.shape(written))
+    filled = np.array(np.broadcast_to(value, shape))
+    filled[..., None].view(np.uint8)[...] |= ~bytes_of_marks(written, value.itemsize)
+    return filled
+
+
 def load_cluster(execution: Execution, address: Any, size: int) -> Array:
     """Reads shared memory of any block of the cluster."""
     return load_shared(execution, address, size, True)
@@ -146,34 +159,42 @@ def load_local(execution: Execution, address: Any, size: int) -> Array:
     return execution.machine.local.view[size].take(index)
 
 
-def written_local(execution: Execution, address: Any, size: int, parts: int) -> list[Array]:
-    """Whether each lane has written each of the parts (n, 32) of an access to local memory."""
+def written_local(execution: Execution, address: Any, size: int, parts: int) -> list[Any]:
+    """The marks (n, 32), see `definedness`, of each of the parts of an access to local memory."""
     machine, element_bytes = execution.machine, size // parts
     assert machine.local_written is not None
     index = _local_index(execution, address, size)
-    marks = machine.local_written.view[element_bytes].reshape(-1, parts)
-    written = marks.take(np.where(execution.active, index, 0), axis=0) == _WRITTEN[element_bytes]
-    written |= ~execution.active[..., None]
-    if not written.all():
-        offset = execution.spread(address) + element_bytes * np.argmin(written, axis=2)
-        machine.unwritten[execution.pc] = UnwrittenLocal(
-            execution.cohort.rows, ~written.all(axis=2), offset, element_bytes
-        )
-    return [written[..., part] for part in range(parts)]
+    marks = machine.local_written.view[1].reshape(-1, size)
+    written = marks.take(np.where(execution.active, index, 0), axis=0)
+    written[~execution.active] = 255
+    missing: Any = (written != 255).any(axis=2)
+    if not missing.any():
+        return [ALL_BITS] * parts
+    element = np.argmax(written != 255, axis=2) // element_bytes
+    offset = execution.spread(address) + element_bytes * element
+    machine.unwritten[execution.pc] = UnwrittenLocal(
+        execution.cohort.rows, missing, offset, element_bytes
+    )
+    split = written.reshape(*missing.shape, parts, element_bytes)
+    if element_bytes > 8:
+        split = split[..., :8] & split[..., 8:]
+    packed = np.full((*missing.shape, parts, 8), 255, np.uint8)
+    packed[..., :element_bytes] = split
+    return [packed.view(np.uint64)[..., part, 0] for part in range(parts)]
 
 
 def store_local(
     execution: Execution, address: Any, value: Any, size: int, written: Any = None
 ) -> None:
-    """Stores an element of each thread. ``written`` is false where the register was never written;
-    None stands for all lanes."""
+    """Stores an element of each thread. ``written``: the marks of the register; None: all bits."""
     machine, index = execution.machine, execution.chosen(_local_index(execution, address, size))
     machine.counters.local_bytes += 32 * execution.cohort.n * size
     machine.local.view[size][index] = execution.chosen(value)
     if machine.local_written is not None:
         marks = _WRITTEN[size]
         if written is not None:
-            marks = execution.chosen(np.where(written, marks, np.zeros_like(marks)))
+            element = bytes_of_marks(written, size).view(ELEMENT[size])[..., 0]
+            marks = execution.chosen(element)
         machine.local_written.view[size][index] = marks
 
 
@@ -280,7 +301,7 @@ def load_generic(execution: Execution, address: Any, size: int) -> Array:
 
 def written_generic(execution: Execution, address: Any, size: int, parts: int) -> list[Array]:
     """As `written_local`; memory of other spaces counts as written, or is checked there."""
-    written = [np.ones((execution.cohort.n, 32), bool) for _ in range(parts)]
+    written = [np.full((execution.cohort.n, 32), ALL_BITS) for _ in range(parts)]
     for kind, offset, part in by_space(execution, address):
         if _STORES[kind] is store_local:
             part_written = written_local(part, offset, size, parts)
@@ -296,9 +317,8 @@ def store_generic(
         if _STORES[kind] is store_local:
             store_local(part, offset, value, size, written)
             continue
-        if written is not None:
-            execution.machine.require_defined(part, written)
-        _STORES[kind](part, offset, value, size)
+        stored = value if written is None else ones_where_unwritten(part, value, written)
+        _STORES[kind](part, offset, stored, size)
 
 
 SPACES = ("global", "shared", "shared::cta", "local", "param", "param::entry", "const")
@@ -431,14 +451,15 @@ def emit_load(g: Generator, ins: Instruction) -> None:
 def unpack(
     g: Generator, value: str, items: tuple[Operand, ...], kind: str, written: str = ""
 ) -> None:
-    """Assigns the elements of a loaded value; ``written``: a list of whether each is defined."""
+    """Assigns the elements of a loaded value; ``written``: a list of the marks of each."""
     dtype = DTYPE[kind]
+    marks = "whole({})" if kind[0] == "s" else "{}"  # a sign may be extended
     if len(items) == 1:
         values = f"{value}.view({dtype})"
     else:
         values = g.let(f"{value}.reshape({value}.shape + (1,)).view({dtype})") + "[..., {}]"
     for number, item in enumerate(items):
-        g.defined = [f"{written}[{number}]"] if written else []
+        g.defined = [marks.format(f"{written}[{number}]")] if written else []
         g.write(item, values.format(number), dtype)
     g.defined = []
 
@@ -497,11 +518,27 @@ def emit_store(g: Generator, ins: Instruction) -> None:
     if space == "local" or (space == "" and maybe_undefined):
         emit_store_each(g, FUNCTION[space], address_text, items, kind)
         return
-    if len(items) > 1:
+    if maybe_undefined:
+        value = _bits_or_ones(g, items, kind)
+    elif len(items) > 1:
         value = joined(g, items, DTYPE[kind], _unsigned(size))
     else:
         value = _bits(g, items[0], kind)
     g.emit(f"store_{FUNCTION[space]}({g.checked_execution()}, {address_text}, {value}, {size})")
+
+
+def _bits_or_ones(g: Generator, items: tuple[Operand, ...], kind: str) -> str:
+    """The elements of a store, of which some may never have been written."""
+    execution, values = g.checked_execution(), []  # the address is defined
+    for item in items:
+        value = _bits(g, item, kind)
+        for written in sorted(set(g.defined)):
+            value = g.let(f"ones_where_unwritten({execution}, {value}, {written})")
+        g.defined = []
+        values.append(value)
+    size = TYPE_BYTES[kind]
+    whole = f"join_parts({_unsigned(size * len(items))}, {_unsigned(size)}, {', '.join(values)})"
+    return whole if len(items) > 1 else values[0]
 
 
 def emit_store_each(

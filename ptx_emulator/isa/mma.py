@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ptx_emulator.checks.bounds import check_window
+from ptx_emulator.isa.definedness import ALL
 from ptx_emulator.isa.floats import fma64
 from ptx_emulator.isa.generator import Generator, fragment_items, instruction
 from ptx_emulator.isa.memory import shared_address
@@ -439,7 +440,7 @@ def _defer(
         if g.program.dtype[operand.index] == "f4":
             g.names[operand.index] = name
             if g.check and operand.index in g.program.tracked:
-                g.set_definedness(operand.index, g.literal(1, "b1"))
+                g.set_definedness(operand.index, g.literal(ALL, "u8"))
         else:
             later.append((operand, name))
     if later:

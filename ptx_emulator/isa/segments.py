@@ -17,6 +17,7 @@ from ptx_emulator.isa import (
     control,
     convert,
     copies,
+    definedness,
     floats,
     integers,
     memory,
@@ -31,8 +32,8 @@ from ptx_emulator.ptx.program import PtxProgram
 
 # They register the opcodes, and have the functions that their code calls.
 for _family in (
-    *(atomics, barriers, bounds, cluster, comparisons, control, convert, copies, floats),
-    *(integers, memory, mma, printing, warp, wgmma, wmma),
+    *(atomics, barriers, bounds, cluster, comparisons, control, convert, copies, definedness),
+    *(floats, integers, memory, mma, printing, warp, wgmma, wmma),
 ):
     RUNTIME.update(inspect.getmembers(_family, inspect.isfunction))
 

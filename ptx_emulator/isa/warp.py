@@ -150,7 +150,8 @@ def emit_shuffle(g: Generator, ins: Instruction) -> None:
     if g.check and (g.masked or g.pc in g.program.strays):
         source = f"source_lanes({mode!r}, {lane}, {clamp})[0]"
         rest = f"{g.membermask()}, {g.pc not in g.program.strays}"
-        g.defined.append(g.let(f"E.members.taking_part({g.execution()}, {source}, {rest})"))
+        taking = f"E.members.taking_part({g.execution()}, {source}, {rest})"
+        g.defined.append(g.let(f"as_marks({taking})"))
     g.write(to, f"{both}[0]", dtype)
     g.defined = lane_defined
     if not isinstance(inside, Sink):

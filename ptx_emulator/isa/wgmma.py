@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptx_emulator.isa import descriptors, mma
+from ptx_emulator.isa.definedness import ALL
 from ptx_emulator.isa.generator import Generator, instruction, items_of
 from ptx_emulator.isa.pending_products import tuple_of
 from ptx_emulator.isa.tensor_core_sums import SumModel, scratch
@@ -276,11 +277,11 @@ def _multiply(g: Generator, ins: Instruction) -> None:
         accumulators = tuple_of(values)
         if g.defined:
             # Accumulators that are not added to need not have been written.
-            g.defined = [f"({' & '.join(sorted(set(g.defined)))}) | ~{some}"]
+            g.defined = [f"({' & '.join(sorted(set(g.defined)))}) | as_marks(~{some})"]
         g.require_defined()
         for register in form.registers:
             if g.check and register in g.program.tracked:
-                g.set_definedness(register, g.literal(1, "b1"))
+                g.set_definedness(register, g.literal(ALL, "u8"))
         g.in_flight.add(form.registers)
     operands = f"{left}, {right}, {some}, {accumulators}"
     g.emit(f"E.wgmma.issue({g.checked_execution()}, {g.object(form)}, {operands})")

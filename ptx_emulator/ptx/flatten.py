@@ -442,7 +442,5 @@ def _unknown(
     way_out: str = "let the compiler inline the function (__forceinline__): calls are inlined",
 ) -> UnknownInstruction:
     problem = f"{feature} is not supported"
-    line = module.text.count("\n", 0, ins.position) + 1
-    where = f"PTX line {line}, .loc line {ins.line[1]}"
-    numbers = " ".join(module.text[ins.position : ins.end].split())
+    where, numbers = module.source_location(ins), module.text_of(ins)
     return UnknownInstruction(problem, where=where, numbers=numbers, way_out=way_out)

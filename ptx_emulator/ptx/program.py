@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from typing import Any, NamedTuple
 
@@ -123,7 +122,7 @@ class PtxProgram:
         self.dtype = register_dtypes(self.code, [kind for _, kind in self.registers])
         self._track_undefined(ragged)
         self.initial: list[Any] = [np.zeros((), dtype=d)[()] for d in self.dtype]
-        self.initial += [np.False_] * len(self.tracked)
+        self.initial += [np.uint64(0)] * len(self.tracked)
         self.region = functools.cache(self._region)
         self.live_list = functools.cache(self._live_list)
 
@@ -381,15 +380,7 @@ class PtxProgram:
 
     def source_line(self, pc: int) -> str:
         """``file:line`` of the .cu, or of the PTX where there is no .loc."""
-        ins = self.code[min(pc, len(self.code) - 1)]
-        if not ins.line[1]:
-            return f"PTX line {self.module.text.count(chr(10), 0, ins.position) + 1}"
-        return self._file_line(*ins.line)
-
-    def _file_line(self, number: int, line: int) -> str:
-        file = self.module.files.get(number, "?")
-        directory = os.getcwd().replace("\\", "/").rstrip("/") + "/"
-        return f"{file.removeprefix(directory)}:{line}"
+        return self.module.source_line(self.code[min(pc, len(self.code) - 1)])
 
     def describe(self, pc: int) -> str:
         """An instruction for messages: its line, the line that it was inlined at, its text."""
@@ -397,16 +388,11 @@ class PtxProgram:
 
     def source_location(self, pc: int) -> str:
         """The line of an instruction, and the line that it was inlined at."""
-        ins = self.code[min(pc, len(self.code) - 1)]
-        location = self.source_line(pc)
-        if ins.outer != ins.line and ins.outer[1]:
-            location += f", inlined at {self._file_line(*ins.outer)}"
-        return location
+        return self.module.source_location(self.code[min(pc, len(self.code) - 1)])
 
     def text(self, pc: int) -> str:
         """The text of the instruction in the PTX, on one line."""
-        ins = self.code[min(pc, len(self.code) - 1)]
-        return " ".join(self.module.text[ins.position : ins.end].split())
+        return self.module.text_of(self.code[min(pc, len(self.code) - 1)])
 
     def local_name(self, offset: int) -> str:
         """The variable of local memory at an offset, for messages; '' if there is none."""

@@ -72,10 +72,12 @@ def find_repeats(program: PtxProgram) -> Repeats:
     counted: set[int] = set()
     spins: dict[int, int] = {}
     for loop in _loops(program):
-        for pc in loop.intersection(decided) - repeated:
-            ways_out, deciding = _ways_out(program, loop), decided[pc].branches
+        inside = loop.intersection(decided) - repeated
+        ways_out = _ways_out(program, loop) if inside else set()
+        guards = [r for way in ways_out for r in program.effects(code[way])[1]]
+        for pc in inside:
+            deciding = decided[pc].branches
             # Without the result, nothing that changes from turn to turn decides.
-            guards = [r for way in ways_out for r in program.effects(code[way])[1]]
             alone = bool(ways_out) and ways_out <= deciding and _is_fixed(program, loop, guards, pc)
             if pc in waits:
                 is_repeated = alone

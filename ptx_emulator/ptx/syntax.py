@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 # Bytes of a register or memory element of each fundamental type.
@@ -165,6 +166,28 @@ class Module:
     variables: dict[str, Variable]
     files: dict[int, str]
     target: str
+
+    def source_line(self, ins: Instruction) -> str:
+        """``file:line`` of the .cu, or of the PTX where there is no .loc."""
+        if not ins.line[1]:
+            return f"PTX line {self.text.count(chr(10), 0, ins.position) + 1}"
+        return self._file_line(*ins.line)
+
+    def source_location(self, ins: Instruction) -> str:
+        """The line of an instruction, and the line that it was inlined at."""
+        location = self.source_line(ins)
+        if ins.outer != ins.line and ins.outer[1]:
+            location += f", inlined at {self._file_line(*ins.outer)}"
+        return location
+
+    def _file_line(self, number: int, line: int) -> str:
+        file = self.files.get(number, "?")
+        directory = os.getcwd().replace("\\", "/").rstrip("/") + "/"
+        return f"{file.removeprefix(directory)}:{line}"
+
+    def text_of(self, ins: Instruction) -> str:
+        """The text of the instruction in the PTX, on one line."""
+        return " ".join(self.text[ins.position : ins.end].split())
 
     def address_of_function(self, name: str) -> int:
         """The value of a pointer to a device function, 0 if the module has none of this name."""

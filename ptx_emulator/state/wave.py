@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ptx_emulator.machine.register_pool import RegisterPool
     from ptx_emulator.machine.wgmma import Warpgroups
 
+ALL_BITS = np.uint64(2**64 - 1)  # the marks of a register that has been written
+
 
 class Site(NamedTuple):
     """Where an error happened: a row of a cohort at an instruction, and the lane if it is known."""
@@ -163,8 +165,8 @@ class Wave:
         row_cluster, row_member: of each row, its cluster in the wave and its warp in the cluster;
             ``cluster_warps``: warps per cluster.
         cluster_ids: number in the grid of the first block of each cluster of the wave.
-        local: local memory of all threads of the wave; ``local_written`` has ones where they have
-            written it, and is None without checkers.
+        local: local memory of all threads of the wave; ``local_written`` has ones where bits of
+            it have been written, and is None without checkers.
         alive: lanes that have not exited (rows, 32).
         live_warps: warps per block with a lane that has not exited.
         random: source of random scheduling decisions; None without an order_seed.
@@ -269,26 +271,33 @@ class Wave:
 
     # ---- locations and errors
 
-    def require_defined(self, execution: Execution, defined: Any) -> None:
-        """Checks that ``defined`` is true in all active lanes.
+    def require_defined(self, execution: Execution, defined: Any, allowed_by: str = "") -> None:
+        """Checks that all bits of a register with these marks (`isa.definedness`) are written in
+        all active lanes.
+
+        ``allowed_by``: the name under which a launch allows a register that was never written.
 
         Raises:
             UninitialisedRead: a lane reads a register that it has not written.
         """
-        if defined.all():
+        missing = defined != ALL_BITS
+        if not missing.any():
             return
-        missing = execution.spread(~defined) & execution.active
+        missing = execution.spread(missing) & execution.active
         if not missing.any():
             return
         site = execution.first(missing)
         self.members.blame_shuffle(site)
-        self._blame_local(site)
+        if allowed_by in self.config.allow:
+            return
+        forgiven = way_out(allowed_by) if allowed_by else ""
+        self._blame_local(site, forgiven)
         what = "a register is read that was never written"
         numbers = f"{int(missing.sum())} lanes read a value that no instruction has written"
-        way_out = "initialise the variable on every path that leads here"
-        self.fail(UninitialisedRead, what, site, numbers, way_out)
+        advice = "initialise the variable on every path that leads here" + forgiven
+        self.fail(UninitialisedRead, what, site, numbers, advice)
 
-    def _blame_local(self, site: Site) -> None:
+    def _blame_local(self, site: Site, forgiven: str) -> None:
         """Raises if the undefined value that a lane uses may come from its local memory."""
         warp = site.cohort.rows[site.row]
         for pc, (rows, missing, offset, size) in reversed(self.unwritten.items()):
@@ -301,7 +310,7 @@ class Wave:
                 numbers = f"{size}-byte read at local offset {local_offset}"
                 numbers += self.program.local_name(local_offset)
                 numbers += f"; the value is used by {self.program.describe(site.pc)}"
-                advice = "initialise every element of the array before it is read"
+                advice = "initialise every element of the array before it is read" + forgiven
                 raise UninitialisedRead(what, where=where, numbers=numbers, way_out=advice)
 
     def forgives_store(self, site: Site, together: bool) -> str:

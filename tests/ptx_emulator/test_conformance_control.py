@@ -305,6 +305,7 @@ def test_recursion_is_refused_by_name() -> None:
     with pytest.raises(UnknownInstruction, match="recursive") as caught:
         run(CUDA, "recursion", (1,), (64,), VALUES[:64], np.zeros(64, np.int32))
     assert "as a loop" in caught.value.way_out
+    assert "test.cu:" in caught.value.where
 
 
 POINTERS = r"""
@@ -551,6 +552,68 @@ def test_a_vector_of_local_memory_needs_only_the_elements_that_are_read(
     else:
         run_ptx(ptx, "k", 1, 1, out)
         assert out.tolist() == [7]
+
+
+PACK = """ld.local.v4.u8 {%h0, %h1, %h2, %h3}, [a]; cvt.u32.u16 %d, %h1; shl.b32 %d, %d, 8;
+    cvt.u32.u16 %u, %h0; and.b32 %u, %u, 255; or.b32 %d, %d, %u;"""
+FIELD = "ld.local.u32 %d, [a+4]; mov.u32 %u, 5; bfi.b32 %d, %u, %d, 8, 4;"
+SET = """or.b32 %d, %d, 3; and.b32 %d, %d, -29; or.b32 %d, %d, 16; st.local.u32 [a+20], %d;
+    ld.local.u32 %d, [a+20];"""
+UNWRITTEN = "ld.local.u32 %d, [a+4];"
+HIGH = f"{UNWRITTEN} and.b32 %d, %d, 128;"  # bit 7 alone is not written
+WIDE = "ld.local.b128 %q, [a]; st.local.b128 [a+16], %q;"
+LOW = "cvt.u32.u64 %d, %x;"
+COPY = "ld.local.u64 %x, [a+8]; st.local.u64 [a+16], %x;"
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        (f"{COPY} ld.local.u32 %d, [a+16];", 9),
+        (f"{COPY} ld.local.u32 %d, [a+20];", None),
+        (f"{PACK} st.local.u32 [a+24], %d; ld.local.u8 %h0, [a+24]; cvt.u32.u16 %d, %h0;", 5),
+        (f"{PACK} st.local.u32 [a+24], %d; ld.local.u8 %h0, [a+25]; cvt.u32.u16 %d, %h0;", None),
+        (f"{PACK} cvt.u16.u32 %h0, %d; st.local.u8 [a+1], %h0; ld.local.u8 %d, [a+1];", 5),
+        ("ld.local.u32 %d, [a]; prmt.b32 %d, %d, 0, 0x4440;", 5),
+        ("ld.local.u32 %d, [a]; prmt.b32 %d, %d, 0, 0x4410;", None),
+        ("ld.local.u32 %d, [a]; and.b32 %d, %d, 0x8000000F;", None),
+        ("ld.local.u32 %d, [a]; and.b32 %d, 0xF, %d;", 5),
+        ("ld.local.u32 %d, [a]; add.u32 %d, %d, 1; and.b32 %d, %d, 255;", None),
+        ("ld.local.u64 %x, [a+8]; mov.b64 {%d, %u}, %x;", 9),
+        ("ld.local.u64 %x, [a+8]; mov.b64 {%u, %d}, %x;", None),
+        (f"ld.local.u32 %u, [a+12]; mov.b64 %x, {{%u, 7}}; shr.u64 %x, %x, 32; {LOW}", 7),
+        (f"ld.local.u32 %u, [a+12]; mov.b64 %x, {{7, %u}}; shr.u64 %x, %x, 1; {LOW}", None),
+        (f"ld.local.u64 %x, [a+8]; shl.b64 %x, %x, 36; shr.u64 %x, %x, 36; {LOW}", 9),
+        ("ld.local.s8 %d, [a+1]; and.b32 %d, %d, 0xFF00;", None),
+        (f"ld.local.u32 %d, [a+4]; {SET} and.b32 %d, %d, 31;", 19),
+        (f"ld.local.u32 %d, [a+4]; {SET} and.b32 %d, %d, 63;", None),
+        (f"{FIELD} and.b32 %d, %d, 0xF00;", 0x500),
+        (f"{FIELD} and.b32 %d, %d, 0x1F00;", None),
+        ("ld.local.u32 %u, [a]; mov.u32 %d, 9; bfi.b32 %d, %u, %d, 28, 16;", 0x50000009),
+        ("ld.local.u32 %u, [a+4]; mov.u32 %d, 9; bfi.b32 %d, %u, %d, 8, 256;", 9),
+        (f"{HIGH} prmt.b32 %d, %d, 0, 0x4448; and.b32 %d, %d, 127;", None),
+        (f"{UNWRITTEN} or.b32 %d, %d, 128; prmt.b32 %d, %d, 0, 0x4448;", 255),
+        (f"{HIGH} cvt.s32.s8 %d, %d; and.b32 %d, %d, 127;", 0),
+        (f"{HIGH} cvt.s8.u32 %d, %d; and.b32 %d, %d, 256;", None),
+        (f"ld.local.u64 %x, [a+16]; mov.b128 %q, {{7, %x}}; mov.b128 {{_, %x}}, %q; {LOW}", None),
+        ("mov.b64 %x, 7; mov.b128 %q, {%x, %x}; mov.b128 {_, %x}, %q; cvt.u32.u64 %d, %x;", 7),
+        ("ld.local.u32 %d, [a]; st.global.u8 [%p], %d; mov.u32 %d, 5;", 5),
+        ("ld.local.u32 %d, [a+4]; st.global.u8 [%p], %d;", None),
+        (f"{WIDE} ld.local.u8 %d, [a+24];", 9),
+        (f"{WIDE} ld.local.u8 %d, [a+17];", None),
+    ],
+)  # fmt: skip
+def test_padding_may_be_moved_with_the_bytes_beside_it(body: str, want: int | None) -> None:
+    """As compilers copy structures and set bit fields; byte 0 and bytes 8 to 11 are written."""
+    ptx = f""".visible .entry k(.param .u64 out) {{ .local .align 16 .b8 a[32];
+            .reg .b16 %h<4>; .reg .b32 %d, %u; .reg .b64 %p, %x; .reg .b128 %q;
+            ld.param.u64 %p, [out];
+            mov.u16 %h0, 5; st.local.u8 [a], %h0; mov.u32 %d, 9; st.local.u32 [a+8], %d;
+            {body} st.global.u32 [%p], %d; ret; }}"""
+    out = np.zeros(1, np.uint32)
+    with pytest.raises(UninitialisedRead, match="local") if want is None else nullcontext():
+        run_ptx(ptx, "k", 1, 1, out)
+    assert want is None or out.tolist() == [want]
 
 
 def test_spellings_of_other_compilers() -> None:

@@ -269,6 +269,16 @@ def test_f64_arithmetic(body: str, want: Callable[[Array, Array], Array]) -> Non
         agree(probe(body, "f8", left, right), want(left, right), left, right)
 
 
+def test_the_reciprocals_of_f64_are_flushed_below_its_own_normal_range() -> None:
+    values = np.array([2.0**200, -(2.0**-200), 2.0**1022, 2.0**1023, 5e-324, -1e-310, -0.0])
+    got = probe("rcp.approx.ftz.f64 %d, %a;", "f8", values)
+    want = [2.0**-200, -(2.0**200), 2.0**-1022, 0, np.inf, -np.inf, -np.inf]
+    agree(got, np.array(want), values)
+    roots = np.array([2.0**1022, 2.0**-1022, 5e-324, 2.0**300])
+    want = [2.0**-511, 2.0**511, np.inf, 2.0**-150]
+    agree(probe("rsqrt.approx.ftz.f64 %d, %a;", "f8", roots), np.array(want), roots)
+
+
 def test_f64_fma_rounds_once() -> None:
     rng = np.random.default_rng(4)
     a, b = rng.normal(size=(2, 300))

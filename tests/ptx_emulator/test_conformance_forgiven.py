@@ -11,7 +11,7 @@ import pytest
 
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator import FORGIVEN, LaunchArguments, TensorMap, launch, severity
-from ptx_emulator.errors import RaceError
+from ptx_emulator.errors import RaceError, UninitialisedRead
 from tests.ptx_emulator.test_conformance import Array
 from tests.ptx_emulator.test_conformance_planted import SEEDS
 from tests.support.hopper_ptx import PREAMBLE
@@ -269,6 +269,53 @@ def test_uninitialised_bytes_are_nan_so_that_results_show_them() -> None:
     launch(compile_ptx(source), "k", 1, 32, [out], allow=("uninitialised_rows",))
     assert (out[:8] == 1).all()
     assert np.isnan(out[8:]).all()
+
+
+UNWRITTEN = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry k(.param .u64 out) {
+  .reg .b64 %out, %at; .reg .b32 %t, %a, %b, %c; .reg .pred %p; .shared .align 8 .b8 s[256];
+  ld.param.u64 %out, [out]; mov.u32 %t, %tid.x; mad.lo.u32 %b, %t, 8, s;
+  cvt.u64.u32 %at, %b; WINDOW setp.lt.u32 %p, %t, 8; @%p mov.u32 %a, 5;
+  stSPACE.v2.u32 [%at], {%a, %t}; ldSPACE.v2.u32 {%a, %b}, [%at];
+  mad.wide.u32 %out, %t, 8, %out; st.global.v2.u32 [%out], {%a, %b}; ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("space", "window"), [(".shared", ""), ("", "cvta.shared.u64 %at, %at;")], ids=["shared", "any"]
+)
+def test_a_register_never_written_may_be_stored_if_that_is_allowed(space: str, window: str) -> None:
+    ptx = UNWRITTEN.replace("SPACE", space).replace("WINDOW", window)
+    to_global = ptx.replace("{%a, %b}; ret", "{%c, %b}; ret").replace("5;", "5; @%p mov.u32 %c, 5;")
+    to_global = to_global.replace("{%a, %t}", "{%t, %t}")
+    for text in (ptx, to_global):
+        out = np.zeros((32, 2), np.uint32)
+        with pytest.raises(UninitialisedRead, match="register") as caught:
+            launch(text, "k", 1, 32, [out])
+        assert severity(caught.value) == "by-the-letter"
+        launch(text, "k", 1, 32, [out], allow=("uninitialised_rows",))
+        assert (out[:8, 0] == 5).all()
+        assert (out[8:, 0] == 0xFFFFFFFF).all()
+        assert (out[:, 1] == np.arange(32)).all()
+
+
+def test_padding_that_is_stored_has_ones_if_that_is_allowed() -> None:
+    ptx = """.version 8.0
+        .target sm_80
+        .address_size 64
+        .visible .entry k(.param .u64 out) { .reg .b64 %out; .reg .b32 %t; .reg .b16 %h;
+          .local .align 4 .b8 a[4]; ld.param.u64 %out, [out]; mov.u16 %h, 7;
+          st.local.u8 [a+1], %h; ld.local.u32 %t, [a]; st.global.u32 [%out], %t; ret; }"""
+    out = np.zeros(1, np.uint32)
+    with pytest.raises(UninitialisedRead, match="local memory") as caught:
+        launch(ptx, "k", 1, 1, [out])
+    assert severity(caught.value) == "by-the-letter"
+    launch(ptx, "k", 1, 1, [out], strict=False)
+    assert out.tolist() == [0xFFFF07FF]
 
 
 def test_bytes_of_ordinary_stores_need_the_proxy_fence_even_if_copies_do_not() -> None:

@@ -239,6 +239,14 @@ def test_a_call_that_is_refused_is_named_with_its_line(body: str, what: str) -> 
         of_lanes(call, module)
 
 
+def test_a_call_of_a_function_outside_the_module_is_refused_by_name() -> None:
+    declared = ".extern .func (.param .b64 r) malloc (.param .b64 a);"
+    call = "{ .param .b64 a, r; st.param.b64 [a], 16; call (r), malloc, (a); } mov.b32 %d, 0;"
+    with pytest.raises(UnknownInstruction, match="the external function malloc") as caught:
+        of_lanes(call, declared)
+    assert "isa/" not in caught.value.way_out
+
+
 @pytest.mark.parametrize(
     "kernel",
     [
