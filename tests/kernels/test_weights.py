@@ -29,6 +29,7 @@ from tests.support.tiers import one_in, slow, take_turns
 from tests.support.weights import SPECS, captured_by, dense, silu, spec_of
 
 ARCHS = ("sm_80", "sm_90a")
+Tensor = torch.Tensor
 
 
 def call_of(name: str, case: Case, **how: Any) -> Call:
@@ -215,6 +216,25 @@ def test_results_over_split_keys_are_added_up(name: str, arch: str, rows: int, d
     call.numbers["q_offset"] = (330 - rows) // 16 * 16
     run = call.judged_forward(split_size=64)
     assert run.report.merge is not None
+
+
+@pytest.mark.parametrize(("name", "arch"), [("hstu", "sm_80"), slow("power", "sm_90a")])
+def test_rows_of_no_sequence_are_0_where_keys_are_split(
+    name: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_empty = Tensor.new_empty
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda *sizes, **options: new_empty(*sizes, **options).fill_(torch.nan)
+    )
+    spec = fg.AttentionSpec(**SPECS[name], packed=True, head_dim=64, name=f"{name}_packed")
+    ends = {
+        "cu_seqlens_q": torch.tensor([0, 11], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 70], dtype=torch.int32),
+    }
+    call = Call(spec, Case(20, 80, 1, 2, 1).tensors(), {"tensors": ends}, arch=arch)
+    run = call.judged_forward(split_size=32)
+    assert run.report.merge is not None
+    assert not run.out[:, :, 11:].any()
 
 
 @pytest.mark.slow

@@ -159,6 +159,8 @@ class PreparedForward(PreparedCall):
             to_out, to_lse = self._splits.parts(out, lse)
             if self.signature.packed:
                 to_lse.fill_(lse_of_nothing)
+                if self.signature.normalize != "softmax":  # no LSE says that a part is not needed
+                    to_out.zero_()
         maxima = self._like_lse(to_lse)
         addresses: tuple[int, ...]
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
