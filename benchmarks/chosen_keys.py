@@ -115,11 +115,7 @@ def counted(choice: Choice, arch: str) -> tuple[int, int, float, int]:
     run, profiles = profile_forward(
         spec, *group_operands[:3], arch=arch, tensors=tensors, scalars=scalars, split_size=0
     )
-    profile = next(
-        profile_of_kernel
-        for profile_of_kernel in profiles
-        if profile_of_kernel.plan.kernel == "forward"
-    )
+    profile = next(x for x in profiles if x.plan.kernel == "forward")
     rows = choice.block_q * choice.heads // choice.heads_kv
     tile = run.report.kernel.plan
     keys = counts.flatten().long() * choice.block_k

@@ -112,8 +112,8 @@ def published() -> list[dict[str, Any]]:
 
 def sources() -> dict[str, str]:
     """The sources of the series by their names."""
-    names: dict[str, str] = _file()["sources"]
-    return names
+    by_name: dict[str, str] = _file()["sources"]
+    return by_name
 
 
 def points() -> list[Point]:

@@ -213,12 +213,12 @@ def archive_in(folder: Path, entry: Mapping[str, Any]) -> bytes:
         PeersError: a piece is missing, or is not the one that the manifest was written for.
     """
     parts = []
-    for piece, described in entry["pieces"].items():
+    for piece, record in entry["pieces"].items():
         if not (folder / piece).is_file():
             raise PeersError(f"{piece} is not there")
         part = (folder / piece).read_bytes()
-        if digest(part) != described.get("sha256"):
-            raise PeersError(f"{piece} has another hash: {len(part)} of {described['bytes']} bytes")
+        if digest(part) != record.get("sha256"):
+            raise PeersError(f"{piece} has another hash: {len(part)} of {record['bytes']} bytes")
         parts.append(part)
     return b"".join(parts)
 

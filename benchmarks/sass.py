@@ -107,11 +107,9 @@ def waiting_exponentials(built: Build, listing: str | None = None) -> int:
     if listing is None:
         listing = listing_of(built.cubin, built.binary.kernel, built.binary.arch)
     waits, before, behind = False, 0, 0
-    for instruction in main_loop(listing).always:
-        waits |= instruction.op.startswith("WARPGROUP.DEPBAR") and instruction.operands.endswith(
-            ", 0x0"
-        )
-        if instruction.op == "MUFU.EX2":
+    for i in main_loop(listing).always:
+        waits |= i.op.startswith("WARPGROUP.DEPBAR") and i.operands.endswith(", 0x0")
+        if i.op == "MUFU.EX2":
             before, behind = before + (not waits), behind + waits
     return max(0, behind - (before + behind) // 3)
 

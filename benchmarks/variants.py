@@ -330,20 +330,13 @@ def form_of(spec: str) -> Form:
         return forms[0]
 
     def mods(*arguments: Any) -> Mods:
-        all_mods = [form.mods(*arguments) for form in forms]
-        fields_set = {
-            f.name: getattr(one_mods, f.name)
-            for one_mods in all_mods
-            for f in fields(Mods)
-            if differs(one_mods, f)
-        }
-        return Mods(**fields_set)
+        parts = [form.mods(*arguments) for form in forms]
+        values = {f.name: getattr(m, f.name) for m in parts for f in fields(Mods) if differs(m, f)}
+        return Mods(**values)
 
-    def differs(mods_of_form: Mods, field_of_mods: Any) -> bool:
-        value = getattr(mods_of_form, field_of_mods.name)
-        return value is not None and (
-            isinstance(value, torch.Tensor) or value != field_of_mods.default
-        )
+    def differs(part: Mods, attribute: Any) -> bool:
+        value = getattr(part, attribute.name)
+        return value is not None and (isinstance(value, torch.Tensor) or value != attribute.default)
 
     return Form(
         mods,

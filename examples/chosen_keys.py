@@ -296,7 +296,7 @@ class LatentSparse(nn.Module):
 
 
 def indexer_loss(index: Tensor, mass: Tensor, keys: Tensor) -> Tensor:
-    """The divergence of the softmax of the indexer's scores from attention's weights.
+    """The divergence of the indexer's softmax from attention's weights, of the chosen keys.
 
     Args:
         index: [batch, queries, keys].

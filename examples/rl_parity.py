@@ -268,9 +268,7 @@ class Trainer:
         """One step of policy gradients. Returns the log-probabilities before it."""
         logs = self.logs(requests)
         gain = (rewards - rewards.mean()) / (rewards.std() + 1e-3)
-        loss = -sum(text_logs.mean() * by for text_logs, by in zip(logs, gain, strict=True)) / len(
-            logs
-        )
+        loss = -sum(x.mean() * by for x, by in zip(logs, gain, strict=True)) / len(logs)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
         self.optimizer.step()

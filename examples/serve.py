@@ -119,12 +119,9 @@ def show(engines: dict[str, Engine], seconds: dict[str, float]) -> None:
     )
     name, engine = list(engines.items())[-1]
     counts = engine.counts
-    tokens_of_calls = " ".join(map(str, counts.tokens))
-    accepted_of_drafts = " ".join(map(str, counts.accepted))
-    for text in (
-        f"Tokens of each call {name}: {tokens_of_calls}",
-        f"Accepted drafts: {accepted_of_drafts}",
-    ):
+    tokens = " ".join(map(str, counts.tokens))
+    accepted = " ".join(map(str, counts.accepted))
+    for text in (f"Tokens of each call {name}: {tokens}", f"Accepted drafts: {accepted}"):
         print("", *textwrap.wrap(text, 100), sep="\n")
 
 

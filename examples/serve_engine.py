@@ -203,12 +203,8 @@ class Engine:
         self, model: CharTransformer, sizes: Sizes, dtype: torch.dtype, pages: int = 64,
         batch: int = 4, sharing: bool = True, drafting: bool = True, **run_options: Any,
     ) -> None:  # fmt: skip
-        self.batch, self.sharing, self.drafting, self.run_options = (
-            batch,
-            sharing,
-            drafting,
-            run_options,
-        )
+        self.batch, self.sharing, self.drafting = batch, sharing, drafting
+        self.run_options = run_options
         self.op = fg.attention(
             fg.AttentionSpec(causal_and_tree, head_dim=sizes.head_dim, dtype=dtype, paged=True)
         )

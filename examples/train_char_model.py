@@ -135,20 +135,20 @@ class CharTransformer(nn.Module):
                 adds = name.endswith(("from_heads.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=STD / (2 * sizes.layers) ** 0.5 if adds else STD)
 
-    def forward(self, numbers: Tensor, indices: Tensor | None = None) -> Tensor:
+    def forward(self, numbers: Tensor, positions: Tensor | None = None) -> Tensor:
         """int64 [batch, seq], seq at most the context -> [batch, seq, characters].
 
         Args:
-            indices: the position of each character, [seq]; from 0 on if None.
+            positions: the position of each character, [seq]; from 0 on if None.
         """
-        if indices is None:
-            indices = torch.arange(numbers.shape[1], device=numbers.device)
-        x = self.characters(numbers) + self.positions(indices)
+        if positions is None:
+            positions = torch.arange(numbers.shape[1], device=numbers.device)
+        x = self.characters(numbers) + self.positions(positions)
         return self.to_scores(self.last_norm(self.blocks(x)))
 
-    def loss(self, numbers: Tensor, following: Tensor, indices: Tensor | None = None) -> Tensor:
+    def loss(self, numbers: Tensor, following: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per character."""
-        scores = self(numbers, indices).flatten(0, 1).float()
+        scores = self(numbers, positions).flatten(0, 1).float()
         return functional.cross_entropy(scores, following.flatten())
 
     @torch.no_grad()

@@ -43,7 +43,7 @@ def text(run: str, outcomes: Sequence[Outcome], folder: Path) -> str:
         lines += _section("whole models without times", model_lines.not_timed(models), "none")
     lines += _section("other measurements", list(map(measure_line, measures)), "none")
     lines += _section("parts", [part_line(outcome) for outcome in outcomes], "none")
-    left = [f"{o.name}: {failure}" for o in outcomes for failure in o.skipped]
+    left = [f"{o.name}: {skipped}" for o in outcomes for skipped in o.skipped]
     left += [f"{o.name}: all of it: {o.note}" for o in outcomes if o.state == "skipped"]
     lines += _section("left out", left, "nothing was left out")
     return "\n".join(lines)

@@ -27,22 +27,22 @@ class Rows(NamedTuple):
     axis: int = 2
 
     def indices(self, dims: Dims, sink: Tensor) -> tuple[Tensor, ...]:
-        """The indices of the sink's element for each row; outside, of the nearest element."""
+        """The indices of the element of the sink for each row, or of the nearest one inside."""
         by_name = {"batch": self.b, "heads": self.h, "seq_q": self.q}
         first_index = torch.zeros_like(self.h[:1, :1, :1])
         sizes = zip(dims, sink.shape, strict=True)
         return tuple(by_name.get(str(dim), first_index).clamp(0, size - 1) for dim, size in sizes)
 
 
-def rows_at(q: Tensor, first_head: int, row_indices: Tensor, ends: Tensor | None) -> Rows:
+def rows_at(q: Tensor, first_head: int, positions: Tensor, ends: Tensor | None) -> Rows:
     """Rows [batch, heads, rows] of q, which need not be all of them.
 
     Args:
         first_head: the number of the first head of q.
-        row_indices: int64 [rows], their indices in q; of packed sequences, among all rows.
+        positions: int64 [rows], their positions; of packed sequences, counted over all rows.
         ends: the boundaries of packed sequences; None without.
     """
-    rows = row_indices.view(1, 1, -1)
+    rows = positions.view(1, 1, -1)
     h = torch.arange(q.shape[1], device=q.device).view(1, -1, 1) + first_head
     if ends is None:
         return Rows(torch.arange(q.shape[0], device=q.device).view(-1, 1, 1), h, rows)
@@ -59,9 +59,9 @@ def rows_of_call(
     q_offset: int,
 ) -> Rows:
     """The rows of q, [batch, heads, seq_q]. Offsets may be data, for which no device waits."""
-    row_indices = torch.arange(q.shape[2], device=q.device)
+    positions = torch.arange(q.shape[2], device=q.device)
     ends = captured[BOUNDARIES[0]] if signature.packed else None
-    rows = rows_at(q, first_head, row_indices, ends)
+    rows = rows_at(q, first_head, positions, ends)
     offset: Tensor | int = q_offset
     if OFFSETS[0] in captured:
         offset = captured[OFFSETS[0]].long().view(-1)

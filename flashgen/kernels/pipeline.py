@@ -266,8 +266,8 @@ def _needs_wide(request: Request, ranges: CallRanges | None) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _beyond_int32(request: Request, ranges: CallRanges) -> str:
     """The first expression of these kernels that may exceed int32; "" where none may."""
-    assumptions = (codegen.beyond_int32(source.assumptions, ranges) for source in _emit(request))
-    return next((text for text in assumptions if text), "")
+    texts = (codegen.beyond_int32(source.assumptions, ranges) for source in _emit(request))
+    return next((text for text in texts if text), "")
 
 
 @override.cached(maxsize=1536)

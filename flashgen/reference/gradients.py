@@ -306,10 +306,8 @@ def _autograd(
 
     outputs, output_gradients = [out], [part.rows_of(dout).to(problem.work)]
     if dlse is not None:
-        outputs, output_gradients = (
-            [out, lse],
-            [*output_gradients, part.rows_of(dlse).to(problem.real)],
-        )
+        outputs.append(lse)
+        output_gradients.append(part.rows_of(dlse).to(problem.real))
     leaves = [scores, v] if sink is None else [scores, v, sink]
     ds, dv, *sink_flow = torch.autograd.grad(outputs, leaves, output_gradients)
     flows = _flows(problem, part, raw.detach(), ds, dead)
@@ -355,16 +353,12 @@ class _Gradients:
         ]
         self.captured = [torch.zeros(x.shape, dtype=dtype, device=device) for x in self.learned]
 
-    def add(self, part: ScoreBlock, contributions: BlockGradients) -> None:
+    def add(self, part: ScoreBlock, block: BlockGradients) -> None:
         dtype = self.sums[0].dtype
-        self.sums[0][part.pairs, part.rows] = contributions.dq.to(dtype)
-        for total, gradient in zip(
-            self.sums[1:], (contributions.dk, contributions.dv), strict=True
-        ):
+        self.sums[0][part.pairs, part.rows] = block.dq.to(dtype)
+        for total, gradient in zip(self.sums[1:], (block.dk, block.dv), strict=True):
             total[:, part.keys].index_add_(0, part.kv, gradient.to(dtype))
-        added = _added(
-            self.problem, part, contributions.scores, contributions.flows, contributions.sink_flow
-        )
+        added = _added(self.problem, part, block.scores, block.flows, block.sink_flow)
         for total, gradient in zip(self.captured, added, strict=True):
             total += gradient
 

@@ -177,10 +177,8 @@ class OracleProblem:
         """
         pairs = self.q.shape[0] * self.q.shape[1]
         for sequence in self._rows():
-            seq_q, seq_k = (
-                sequence.queries.stop - sequence.queries.start,
-                sequence.keys.stop - sequence.keys.start,
-            )
+            queries, keys = sequence.queries, sequence.keys
+            seq_q, seq_k = queries.stop - queries.start, keys.stop - keys.start
             if seq_k == 0 and self.spec.sink is None:
                 continue
             seq_k = max(1, seq_k)
@@ -201,14 +199,12 @@ class OracleProblem:
     def _block(self, sequence: RowRanges, pairs: slice, rows: slice) -> ScoreBlock:
         """The block of some rows, which are counted from the first row of ``sequence``."""
         device, heads, heads_kv = self.q.device, self.q.shape[1], self.k.shape[1]
-        seq_q, seq_k = (
-            sequence.queries.stop - sequence.queries.start,
-            sequence.keys.stop - sequence.keys.start,
-        )
+        queries, keys = sequence.queries, sequence.keys
+        seq_q, seq_k = queries.stop - queries.start, keys.stop - keys.start
         pair = torch.arange(pairs.start, pairs.stop, device=device)
         entry, h = pair // heads, pair % heads
         h_kv = h // (heads // heads_kv)
-        q_rows = slice(sequence.queries.start + rows.start, sequence.queries.start + rows.stop)
+        q_rows = slice(queries.start + rows.start, queries.start + rows.stop)
         values = {
             **self.values,
             SEQ_Q: torch.tensor(seq_q, device=device),
@@ -238,13 +234,13 @@ class OracleProblem:
         return ScoreBlock(
             pairs=pairs,
             rows=q_rows,
-            keys=sequence.keys,
+            keys=keys,
             entry=entry,
             h=h,
             kv=entry * heads_kv + h_kv,
             q=self.q[entry, h, q_rows].to(self.work),
-            k=self.k[entry, h_kv, sequence.keys].to(self.work),
-            v=self.v[entry, h_kv, sequence.keys].to(self.work),
+            k=self.k[entry, h_kv, keys].to(self.work),
+            v=self.v[entry, h_kv, keys].to(self.work),
             values=values,
             sink=self._sink(values),
             mask=mask,

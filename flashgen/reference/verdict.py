@@ -198,10 +198,8 @@ def judged_gradients(
     summands: list[Tensor | None] = [None] * len(names)
     if learned:
         summands += errors_of_summands(*operands, **call)
-    references = [
-        function(*operands, **call)
-        for function in (gradients, same_dtype_gradients, kept_gradients)
-    ]
+    functions = gradients, same_dtype_gradients, kept_gradients
+    references = [function(*operands, **call) for function in functions]
     if shares:
         references = [with_kv_gradient(reference) for reference in references]
     rows = zip((*names, *learned), results, *references, summands, strict=True)

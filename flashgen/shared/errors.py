@@ -159,9 +159,7 @@ def _checked(
                 raise
         bound = ("self", "cls", "_cls")
         parameters = [p for p in signature.parameters.values() if p.name not in bound]
-        shown = inspect.Signature(
-            [parameter.replace(annotation=parameter.empty) for parameter in parameters]
-        )
+        shown = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
         count = len(args) - (len(signature.parameters) - len(parameters))
         needed = [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
         rest = ", and others by name" if len(parameters) > len(needed) else ""

@@ -243,10 +243,8 @@ class SplitKernel:
 
     def bound(self, call: SplitCall) -> float | Numbers:
         """The clocks in which K, V, q and out move once."""
-        bytes_moved = call.key_heads * call.keys * self.tile.key_bytes + call.rows * sum(
-            self.row_bytes
-        )
-        return bytes_moved / self._hbm_rate
+        key_bytes = call.key_heads * call.keys * self.tile.key_bytes
+        return (key_bytes + call.rows * sum(self.row_bytes)) / self._hbm_rate
 
     def predicted(self, call: SplitCall, size: int | Numbers, run: int | Numbers) -> PredictedCall:
         """The predicted time, by the formulas of `flashgen.kernels.planner.duration`.
@@ -405,9 +403,8 @@ def choose_split(
     assert kernel.decoding is not None, "a kernel of served calls"
     step = math.lcm(STEP, kernel.block_k)
     split_kernel = SplitKernel.from_rules(kernel, kernel.decoding, sms)
-    has_codes = split_kernel.tile.key_bytes < sum(
-        split_kernel.row_bytes
-    )  # where V is a tensor of its own
+    # Where V is a tensor of its own.
+    has_codes = split_kernel.tile.key_bytes < sum(split_kernel.row_bytes)
     plan = SplitPlan(
         size=2 * step,
         few_rows=kernel.block_q * (2 if kernel.one_tensor else 1),

@@ -162,7 +162,7 @@ class AsyncProxy:
         return numbers
 
     def completed(self, numbers: Array, times: Array) -> None:
-        """Marks writes as completed: at these times of their agent they have ended."""
+        """Marks writes as completed: they precede what comes after these times of their agent."""
         self._write_time[numbers] = times
 
     # ---- checks

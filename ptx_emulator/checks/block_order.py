@@ -123,9 +123,8 @@ class BlockOrder:
         for row in rows.tolist() if self._learnt else ():
             slot, warp = int(machine.row_cluster[row]), int(machine.row_member[row])
             block = int(machine.cluster_ids[slot])
-            by_block = self._clocks_by_block(
-                row, machine.clocks.seen[slot, warp, : machine.cluster_warps]
-            )
+            seen = machine.clocks.seen[slot, warp, : machine.cluster_warps]
+            by_block = self._clocks_by_block(row, seen)
             others = {~other: clocks for other, clocks in by_block.items() if other >= 0}
             if others.keys() - {~block}:
                 self._acquire(row, others)

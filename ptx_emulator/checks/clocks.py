@@ -156,15 +156,12 @@ class Clocks:
     def publish_fenced(self, rows: Array, slots: Array) -> None:
         """Warps (n,) publish what their fences release, in slots (n,) of their blocks."""
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            block_slot = (row // self.warps, slot)
-            offered = self._offered(row)
+            published, offered = self.published[row // self.warps, slot], self._offered(row)
             if offered is not None:
-                self.published[block_slot] = np.maximum(self.published[block_slot], offered)
+                np.maximum(published, offered, out=published)
             if _INITIALISED in self._first:
                 columns, clocks = self._columns(_INITIALISED), self.seen[divmod(row, self.warps)]
-                self.published[block_slot][columns] = np.maximum(
-                    self.published[block_slot][columns], clocks[columns]
-                )
+                published[columns] = np.maximum(published[columns], clocks[columns])
 
     def acquire(self, rows: Array, slots: Array) -> None:
         """Orders warps (n,) after what was published in slots (n,) of their blocks."""
@@ -331,9 +328,8 @@ class Clocks:
                 self._join(row, slot)
             offered = self.copy_of(np.array(row)) if ordering.releases else self._offered(row)
             if offered is not None:
-                self.released[block, address] = (
-                    offered if slot is None else np.maximum(slot, offered)
-                )
+                joined = offered if slot is None else np.maximum(slot, offered)
+                self.released[block, address] = joined
         if (before != self.seen).any():
             self._refresh(np.unique(rows // self.warps))
         if ordering.releases:

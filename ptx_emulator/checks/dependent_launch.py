@@ -173,9 +173,8 @@ class DependentLaunch:
         if not (by_nc or early.any()):
             return
         order = np.argsort(buffer_offsets)
-        buffer_index = order[
-            np.maximum(np.searchsorted(buffer_offsets[order], offset, "right") - 1, 0)
-        ]
+        following = np.searchsorted(buffer_offsets[order], offset, "right")
+        buffer_index = order[np.maximum(following - 1, 0)]
         address = offset - buffer_offsets[buffer_index] + first[buffer_index]
         for launch in self._formers():
             bad = launch.accessed(address, size, write) & (early | by_nc)

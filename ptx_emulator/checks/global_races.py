@@ -220,9 +220,8 @@ class GlobalRaces:
         strong = strong or execution.pc in self.machine.strong
         if strong and self.order.tracks_fences and self.machine.shared_races:
             self.machine.shared_races.strong_access(execution)
-        access = self._access(
-            execution, flat, self._now(execution, rows, flat, strong), rows, size, strong, bulk
-        )
+        now = self._now(execution, rows, flat, strong)
+        access = self._access(execution, flat, now, rows, size, strong, bulk)
         if self.read_only is not None:
             reader = self.read_only.take(access.vectors)
             if reader.any():
@@ -319,8 +318,8 @@ class GlobalRaces:
         if bad.any():
             self._report(access, bad, before, _PROBLEMS[verb])
         stamps, rows = access.stamps, access.rows
-        lanes = self.lanes.unordered(verb, access.vectors, access.lane, before, stamps, rows)
-        bad = lanes & ~excused
+        unordered = self.lanes.unordered(verb, access.vectors, access.lane, before, stamps, rows)
+        bad = unordered & ~excused
         if bad.any():
             self._report(access, bad, before, LANES_OF_A_WARP)
         if access.bulk and verb != "overtake":
@@ -329,16 +328,14 @@ class GlobalRaces:
     def _check_proxy(self, access: _Access, before: Array, verb: str) -> None:
         """Checks that what a bulk copy accesses was written by others, or before a proxy fence."""
         machine, writers = self.machine, self.write_pc.take(access.vectors)
-        stores = [
-            p for p in np.unique(writers).tolist() if "bulk" not in machine.program.code[p].mods
-        ]
+        code = machine.program.code
+        stores = [pc for pc in np.unique(writers).tolist() if "bulk" not in code[pc].mods]
         bad: Array = (before != 0) & np.isin(writers, stores)
         if not bad.any():
             return
         warps, clock = machine.clocks.decode(before & LOW)
-        visible = machine.clocks.proxied(
-            machine.row_cluster[access.rows], machine.row_member[access.rows]
-        )
+        clusters, members = machine.row_cluster[access.rows], machine.row_member[access.rows]
+        visible = machine.clocks.proxied(clusters, members)
         if visible is not None:
             fenced = np.take_along_axis(visible, warps[:, None], axis=1)[:, 0] >= clock
             bad &= ~fenced | (block_of(before) != block_of(access.stamps))
@@ -423,9 +420,8 @@ class GlobalRaces:
             some = np.flatnonzero(many & ~ordered)
             slots, warps = clusters[some], members[some]
             seen = machine.clocks.seen[slots, warps, : machine.cluster_warps]
-            ordered[some] = self.warp_reads.seen(
-                vectors[some], machine.cluster_ids[slots], seen, warps
-            )
+            blocks = machine.cluster_ids[slots]
+            ordered[some] = self.warp_reads.seen(vectors[some], blocks, seen, warps)
         return ordered
 
     def _has_ordered(self, row: Any, stamp: Any, vector: Any) -> bool:
@@ -501,13 +497,13 @@ class GlobalRaces:
             vectors, wide, _ = self._vectors(flat, stamps, flat, size)
             self._note_reads(vectors, wide, pc)
 
-    def _origin(self, access: _Access, vector: int) -> Site:
-        """The thread of one vector of an access."""
+    def _origin(self, access: _Access, entry: int) -> Site:
+        """The thread of one entry of the vectors of an access."""
         vectors_per_access, execution = max(1, access.size >> self.shift), access.execution
         if execution.lanes is None:
             accesses_per_warp = len(access.vectors) // vectors_per_access // execution.cohort.n
-            return execution.site(*divmod(vector // vectors_per_access, accesses_per_warp))
-        row, lane = np.argwhere(execution.active)[vector // vectors_per_access]
+            return execution.site(*divmod(entry // vectors_per_access, accesses_per_warp))
+        row, lane = np.argwhere(execution.active)[entry // vectors_per_access]
         return execution.site(row, int(lane))
 
     def _location(self, vector: int) -> str:
@@ -576,9 +572,8 @@ class GlobalRaces:
         way += machine.forgives_guess(site.pc, atomic)
         if access.strong and stamp & _RACING and not atomic:
             way += way_out("compare_and_swap_guess")
-        machine.fail(
-            RaceError, f"race in global memory: {problem.format(accessor)}", site, numbers, way
-        )
+        what = f"race in global memory: {problem.format(accessor)}"
+        machine.fail(RaceError, what, site, numbers, way)
 
 
 def _flying(stamps: Array) -> Array:

@@ -75,9 +75,8 @@ class LateWaits:
 
     def delivered(self, numbers: Array, blocks: Array, issue_clocks: Array) -> None:
         """Records that copies are complete, and the clocks of their threads at the start."""
-        np.maximum.at(
-            self.issuers, (numbers, blocks), issue_clocks[:, : self.machine.cluster_warps]
-        )
+        clocks = issue_clocks[:, : self.machine.cluster_warps]
+        np.maximum.at(self.issuers, (numbers, blocks), clocks)
 
     def check(self, numbers: Array, blocks: Array, published: Array) -> None:
         """Checks the waits for the phases before those that have just completed.
@@ -121,9 +120,8 @@ class LateWaits:
         machine = self.machine
         blocks = machine.row_block[rows]
         columns = machine.mbarriers.columns[numbers, blocks % machine.cluster_size]
-        seen_phases = machine.clocks.seen[
-            machine.row_cluster[rows], machine.row_member[rows], columns
-        ]
+        clusters, members = machine.row_cluster[rows], machine.row_member[rows]
+        seen_phases = machine.clocks.seen[clusters, members, columns]
         # A relaxed wait orders nothing, and yet the warp knows of the phase.
         seen_phases = np.maximum(seen_phases, self.phase[numbers, rows] + 1)
         phase = seen_phases - ((seen_phases ^ parity) & 1)
@@ -140,6 +138,5 @@ class LateWaits:
         numbers += f"phase {phase}, and nothing orders its wait before the end of phase {phase + 1}"
         way_out = "let the warp that waits arrive, at this or another barrier, before the next "
         way_out += "phase can complete: one warp's arrival does not show that others have waited"
-        raise RaceError(
-            what, where=machine.location(row, None, pc), numbers=numbers, way_out=way_out
-        )
+        where = machine.location(row, None, pc)
+        raise RaceError(what, where=where, numbers=numbers, way_out=way_out)

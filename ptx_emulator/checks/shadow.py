@@ -264,9 +264,8 @@ class SharedShadow:
         for row in rows[~others].tolist() if self.releases and not fenced else ():
             for release in self.releases.get(row, ()):
                 release.covered = release.covered or int(self.clocks.clock[row])
-        for cohort_row in np.flatnonzero(
-            self.accessed[rows] & arriving.any(axis=1) & others
-        ).tolist():
+        partial = self.accessed[rows] & arriving.any(axis=1) & others
+        for cohort_row in np.flatnonzero(partial).tolist():
             row = int(rows[cohort_row])
             first, last = int(self.clocks.synced[row]), int(self.clocks.clock[row])
             if fenced:
@@ -288,7 +287,7 @@ class SharedShadow:
         return newest
 
     def strong_access(self, execution: Execution) -> None:
-        """Releases the lanes of a strong store or atomic, before it releases its warp's clocks."""
+        """Calls `release_lanes` for a strong store or atomic, before it releases clocks itself."""
         ordering = StrongAccess.from_instruction(self.machine, execution.pc)
         if ordering.releases or self.clocks.fenced:
             self.release_lanes(execution, fenced=not ordering.releases)

@@ -194,9 +194,8 @@ class SharedRaces(SharedShadow):
         if not (access.strong and program.accesses.synchronises):
             return
         rows = np.repeat(access.rows, access.offsets.shape[1])
-        self.clocks.synchronise(
-            rows, access.offsets.reshape(-1), StrongAccess.from_instruction(self.machine, access.pc)
-        )
+        ordering = StrongAccess.from_instruction(self.machine, access.pc)
+        self.clocks.synchronise(rows, access.offsets.reshape(-1), ordering)
 
     def _own_stamps(self, rows: Array, strong: bool) -> Array:
         warp = self.machine.row_member[rows]

@@ -174,8 +174,9 @@ class Counters:
             number, line = ins.outer if outermost else ins.line
             instructions.setdefault((files.get(number, "?"), line), []).append(pc)
         counts = self.instruction_counts()
-        counted = {line: self._totals(instructions[line], counts) for line in sorted(instructions)}
-        return {line: totals for line, totals in counted.items() if totals.warps}
+        sources = sorted(instructions)
+        counted = {source: self._totals(instructions[source], counts) for source in sources}
+        return {source: totals for source, totals in counted.items() if totals.warps}
 
     def by_instruction(self) -> list[tuple[str, Totals]]:
         """Totals of each executed instruction, with its PTX text, in program order.
@@ -234,12 +235,10 @@ def added(parts: Iterable[Totals]) -> Totals:
     """The sum of several totals."""
     whole: dict[str, Any] = {}
     for part in parts:
-        for total_field in fields(Totals):
-            value = getattr(part, total_field.name)
+        for name in [total.name for total in fields(Totals)]:
+            value = getattr(part, name)
             if isinstance(value, Mapping):
-                whole[total_field.name] = dict(
-                    Counter(whole.get(total_field.name, {})) + Counter(value)
-                )
+                whole[name] = dict(Counter(whole.get(name, {})) + Counter(value))
             else:
-                whole[total_field.name] = whole.get(total_field.name, 0) + value
+                whole[name] = whole.get(name, 0) + value
     return Totals(**whole)

@@ -82,15 +82,15 @@ def _arrive(g: Generator, ins: Instruction) -> None:
     g.emit(f"E.copies.arrive({g.checked_execution()}, {address_text}, {counted})")
 
 
-def _group(g: Generator, ins: Instruction, unit: str) -> bool:
+def _group(g: Generator, ins: Instruction, copies: str) -> bool:
     """Emits commit_group or wait_group of the copies ``E.copies`` or ``E.bulk``, if it is one."""
     if g.mods.take("commit_group"):
-        g.emit(f"E.{unit}.commit(C, {g.lanes()})")
+        g.emit(f"E.{copies}.commit(C, {g.lanes()})")
         return True
     if g.mods.take("wait_group"):
-        reads = unit == "bulk" and g.mods.take("read")
+        reads = copies == "bulk" and g.mods.take("read")
         left = g.immediate(ins.operands[0], "a number of groups")
-        g.emit(f"E.{unit}.wait(C, {left}, {g.lanes()}{', True' if reads else ''})")
+        g.emit(f"E.{copies}.wait(C, {left}, {g.lanes()}{', True' if reads else ''})")
         return True
     return False
 

@@ -365,9 +365,8 @@ class Generator:
         index = operand.index
         register_dtype = self.program.dtype[index]
         if register_dtype != dtype:
-            self.refuse_if(
-                "b1" in (register_dtype, dtype), "a predicate as the destination of a number"
-            )
+            of_predicate = "b1" in (register_dtype, dtype)
+            self.refuse_if(of_predicate, "a predicate as the destination of a number")
             wide, size = int(register_dtype[1:]), int(dtype[1:])
             self.refuse_if(wide > 8, "a result of this type in a register of 128 bits")
             if wide > size:

@@ -473,9 +473,8 @@ def emit_store_matrix(g: Generator, ins: Instruction) -> None:
     items = fragment_items(g, ins.operands[1], count)
     address_text = shared_address(g, ins.operands[0])
     values = [local_of(g, g.read(item, "u4")) for item in items]
-    g.emit(
-        f"store_matrix({g.checked_execution()}, {address_text}, {tuple_of(values)}, {transposed})"
-    )
+    arguments = f"{address_text}, {tuple_of(values)}, {transposed}"
+    g.emit(f"store_matrix({g.checked_execution()}, {arguments})")
 
 
 @instruction("movmatrix", unit="exchange", width=Width.WHOLE_WARP)

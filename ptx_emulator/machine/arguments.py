@@ -66,9 +66,8 @@ class DeviceArguments:
         self.parameters = bytearray(self.program.param_bytes)
         for number, (value, param) in enumerate(zip(args, params, strict=True)):
             start = self.program.params_at[param.name]
-            self.parameters[start : start + param.size] = self._parameter_bytes(
-                number, value, param
-            )
+            data = self._parameter_bytes(number, value, param)
+            self.parameters[start : start + param.size] = data
         self.memory.commit()
         first = program.first_uses()
         for name, address in constants.items():

@@ -42,9 +42,8 @@ class Barriers:
             site = execution.first(differ)
             what = "lanes of one warp are at a barrier with different numbers or thread counts"
             numbers = f"lane {site.lane} has {lanes[site.row, site.lane]}, an earlier lane "
-            numbers += (
-                f"{first_active[site.row, 0]}; the emulator counts the arrivals of whole warps"
-            )
+            numbers += f"{first_active[site.row, 0]}; "
+            numbers += "the emulator counts the arrivals of whole warps"
             advice = "choose barriers and counts by the number of the warp, not of the thread"
             self.machine.fail(BarrierDivergence, what, site, numbers, advice)
         return first_active
@@ -191,9 +190,8 @@ class Barriers:
             what += "together depends on their order"
             numbers = f"barrier {ids[index]}: {arrived[index]} of {expected[index]} threads"
             advice = "count all threads that use the barrier together, or use several barriers"
-            raise EmulatorError(
-                what, where=machine.location(row, None, pc), numbers=numbers, way_out=advice
-            )
+            where = machine.location(row, None, pc)
+            raise EmulatorError(what, where=where, numbers=numbers, way_out=advice)
 
     def finish(self) -> None:
         """Called when the blocks of the wave have ended: every arrival must have been needed.
@@ -212,9 +210,8 @@ class Barriers:
         numbers += f"{self.expected[block, barrier]} threads have arrived"
         advice = "let as many threads arrive (bar.arrive) or wait (bar.sync) as the barrier counts"
         advice += way_out("barrier_left_incomplete")
-        raise DeadlockError(
-            what, where=machine.location(row, None, pc), numbers=numbers, way_out=advice
-        )
+        where = machine.location(row, None, pc)
+        raise DeadlockError(what, where=where, numbers=numbers, way_out=advice)
 
     def after_exit(self, blocks: Array) -> None:
         """Releases barriers of all threads of a block that waited for exited warps only."""

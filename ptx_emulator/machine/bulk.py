@@ -233,9 +233,8 @@ def count_transfer(transfer: BulkTransfer, into: bool, one_read: int) -> None:
     if machine.recorder is not None:
         box = transfer.box
         inside = None if box.inside is None else box.inside[::one_read]
-        reading = transfer.execution._replace(
-            cohort=transfer.issued.select(np.arange(0, transfer.issued.n, one_read))
-        )
+        readers = transfer.issued.select(np.arange(0, transfer.issued.n, one_read))
+        reading = transfer.execution._replace(cohort=readers)
         machine.recorder.bulk(
             reading, box.offsets[::one_read], inside, box.unit, shared_bytes, kind
         )
@@ -288,9 +287,8 @@ class BulkCopies:
         ``mask`` holds the blocks of a multicast.
         """
         machine = self.machine
-        for operands in self._threads(
-            execution, (shared, map_address, barrier, mask, *coordinates), 1
-        ):
+        values = (shared, map_address, barrier, mask, *coordinates)
+        for operands in self._threads(execution, values, 1):
             some = operands.execution
             tensor = self._map(some.site(), int(operands.device[0]), len(coordinates))
             spec = tensor.spec
@@ -302,9 +300,8 @@ class BulkCopies:
                 if tma.overlapping(spec):
                     what = "a reduction of a box with repeated elements"
                     machine.fail(LaunchArguments, what, some.site(), repr(spec), _FIT)
-            self._start(
-                operands, box, tma.shared_offsets(spec, operands.shared, box.unit), reduction
-            )
+            to = tma.shared_offsets(spec, operands.shared, box.unit)
+            self._start(operands, box, to, reduction)
 
     def _map(self, site: Site, address: int, dimensions: int) -> PlacedMap:
         """The tensor map at an address, which must have this number of dimensions."""
@@ -560,9 +557,8 @@ class BulkCopies:
             if races is not None and over.any():
                 done = transfer.part(over)
                 some, offsets, size = done.in_global()
-                races.complete(
-                    done.execution._replace(cohort=done.issued.select(some)), offsets, size
-                )
+                execution = done.execution._replace(cohort=done.issued.select(some))
+                races.complete(execution, offsets, size)
             if not over.all():
                 unfinished.append(transfer.part(~over))
         self.stores = unfinished

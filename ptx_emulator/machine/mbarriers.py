@@ -81,9 +81,8 @@ class Mbarriers:
         if machine.shared_races:
             offsets = execution.spread(address + machine.shared_base(cohort))
             machine.shared_races.write(execution, offsets, BYTES)
-            machine.shared_races.put(
-                machine.shared_races.written, offsets[cohort_row, lane], BYTES, MBARRIER
-            )
+            written = machine.shared_races.written
+            machine.shared_races.put(written, offsets[cohort_row, lane], BYTES, MBARRIER)
             self.made_by[numbers, blocks] = machine.row_member[rows]
             self.made_at[numbers, blocks] = machine.clocks.clock[rows]
         bad = (counts < 1) | (counts > MOST)
@@ -91,9 +90,8 @@ class Mbarriers:
             what = "an mbarrier with an impossible number of arrivals"
             numbers_text = f"count {int(counts[index])}; it can be 1 to {MOST:,}"
             way_out = "count the arrivals of one phase"
-            machine.fail(
-                MbarrierMisuse, what, execution.site(cohort_row[index]), numbers_text, way_out
-            )
+            site = execution.site(cohort_row[index])
+            machine.fail(MbarrierMisuse, what, site, numbers_text, way_out)
         self.expected[numbers, blocks] = self.pending[numbers, blocks] = counts
         self.tx[numbers, blocks] = self.phase[numbers, blocks] = 0
         self.late.forget(numbers, blocks)
@@ -178,9 +176,8 @@ class Mbarriers:
             self.late.add()
             machine = self.machine
             if machine.proxy is not None:
-                self._slots = np.append(
-                    self._slots, machine.clocks.new_slots(2 * machine.cluster_size)
-                )
+                slots = machine.clocks.new_slots(2 * machine.cluster_size)
+                self._slots = np.append(self._slots, slots)
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
                 ranks = range(machine.cluster_size)
                 columns = [machine.proxy.agent("mbarrier", (address, r), name) for r in ranks]
@@ -375,9 +372,8 @@ class Mbarriers:
                 what = "an arrival with .noComplete completes its phase"
                 text = self.state(*(int(part[0]) for part in barriers))
                 advice = "use it only if others follow"
-                machine.fail(
-                    MbarrierMisuse, what, execution.site(cohort_row[step][0]), text, advice
-                )
+                site = execution.site(cohort_row[step][0])
+                machine.fail(MbarrierMisuse, what, site, text, advice)
             self._complete(*barriers)
         state = np.zeros((execution.cohort.n, 32), np.uint64)
         state[cohort_row, lane] = states
@@ -587,10 +583,8 @@ class Mbarriers:
         phases = self.phase[numbers, machine.row_block[cohort.rows][:, None]]
         wanted = np.broadcast_to(phase, (cohort.n, width)).astype(np.int64) & 0xFFFFFFFF
         if machine.shared_races and parity:
-            lane_numbers = numbers[cohort_row, lane]
-            self.late.require_in_time(
-                cohort.rows[cohort_row], lane_numbers, wanted[cohort_row, lane], pc
-            )
+            rows, lane_numbers = cohort.rows[cohort_row], numbers[cohort_row, lane]
+            self.late.require_in_time(rows, lane_numbers, wanted[cohort_row, lane], pc)
         passed = (phases ^ wanted) & 1 != 0 if parity else phases != wanted
         done: Array = np.asarray(passed & waiting_lanes)
         for row in cohort.rows.tolist() if pc in machine.program.failed_waits.loose else ():
@@ -600,9 +594,8 @@ class Mbarriers:
         # On a GPU a try_wait may time out; with an order_seed some do.
         gives_up = machine.random is not None and machine.random.random() < 0.25
         if blocks and stuck.any() and not gives_up:
-            machine.hold(
-                cohort, ~stuck, pc, WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck]), pc
-            )
+            waits = WaitsForPhase(pc, numbers[stuck], waiting_lanes[stuck])
+            machine.hold(cohort, ~stuck, pc, waits, pc)
             return None
         cohort.failed = bool(stuck.any())
         if cohort.failed:

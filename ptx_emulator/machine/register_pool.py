@@ -46,9 +46,8 @@ class RegisterPool:
             numbers = f"{held[wrong][0]} per thread now, {count} requested; at the start "
             numbers += f"{self.at_entry}, by the launch bounds and the largest setmaxnreg"
             way_out = "use the other form of setmaxnreg, or change the launch bounds"
-            machine.fail(
-                EmulatorError, what, Site(cohort, pc, int(np.argmax(wrong))), numbers, way_out
-            )
+            site = Site(cohort, pc, int(np.argmax(wrong)))
+            machine.fail(EmulatorError, what, site, numbers, way_out)
         granted = np.zeros(cohort.n, bool)
         for first in range(0, cohort.n, 4):
             group = slice(first, first + 4)

@@ -51,9 +51,8 @@ class Scheduler(Wave):
         """Executes one segment of a cohort."""
         program, counters, recorder = self.program, self.counters, self.recorder
         check = self.config.check
-        segment = self.segments.segment_at(
-            cohort.pc, cohort.mask is not None, check, recorder is not None
-        )
+        masked, profile = cohort.mask is not None, recorder is not None
+        segment = self.segments.segment_at(cohort.pc, masked, check, profile)
         self.steps += 1
         if self.steps > self.config.step_limit:
             self._too_many_steps(cohort)

@@ -409,9 +409,8 @@ class Warpgroups:
         for number in np.unique(member[limit > 0]).tolist():
             chosen = (member == number) & (limit > 0)
             column = machine.proxy.agent("warpgroup", number)
-            machine.proxy.clocks.order_after(
-                rows[chosen].reshape(-1), column, np.repeat(times[chosen], 4)
-            )
+            warps, warp_times = rows[chosen].reshape(-1), np.repeat(times[chosen], 4)
+            machine.proxy.clocks.order_after(warps, column, warp_times)
 
 
 def _rows_of_warps(chunks: Array, mn_major: bool) -> list[Array]:

@@ -219,11 +219,7 @@ def find_accesses(code: list[Instruction]) -> Accesses:
     ) -> frozenset[int]:
         return frozenset(pc for pc in among if condition(code[pc]))
 
-    accesses = [
-        accessed_bytes(ins)
-        for ins in code
-        if (accessed_bytes := opcode_of(ins).accesses) is not None
-    ]
+    accesses = [size_of(ins) for ins in code if (size_of := opcode_of(ins).accesses) is not None]
     shared, device = (min(sizes) for sizes in zip((16, 16), *accesses, strict=True))
     strong = selected(lambda ins: fact("strong", ins))
     volatile = selected(lambda ins: "volatile" in ins.mods, strong)

@@ -233,9 +233,8 @@ class Comparison(NamedTuple):
     @property
     def reads(self) -> int:
         """A bit mask of the registers."""
-        return mask_of(
-            [operand.index for operand in (self.one, self.other) if isinstance(operand, Reg)]
-        )
+        operands = (self.one, self.other)
+        return mask_of([operand.index for operand in operands if isinstance(operand, Reg)])
 
     def value(self, values: KnownValues) -> int | None:
         """1 or 0, or None where it is not known. What is less is not equal."""
@@ -285,9 +284,8 @@ def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
     ends: dict[int, tuple[int, ...]] = {}
     if not waits:
         return FailedWaits(frozenset(), begins, ends)
-    compared = Counter(
-        unknown.comparison.reads for unknown in map(_comparison, program.code) if unknown
-    )
+    comparisons = filter(None, map(_comparison, program.code))
+    compared = Counter(unknown.comparison.reads for unknown in comparisons)
     again = {reads for reads, times in compared.items() if times > 1}
     _, before = _ways(program)
     for wait in waits:

@@ -209,8 +209,8 @@ def _chunk(
     share(threads, len(tiles), compute, fixed=True)
 
     def finish() -> None:
-        for part in parts[1:]:
-            dq.add_(part)
+        for addend in parts[1:]:
+            dq.add_(addend)
         chunk.to_queries(gradients[0], dq)
         chunk.to_keys(gradients[1], dk)
         chunk.to_keys(gradients[2], dv)
@@ -249,11 +249,8 @@ def _key_tile(
         exact = operands.q_exact[:, grouped], operands.k_exact[:, keys], operands.power_of_2
         scores, slope, uses = _scores(part, work, p, rows, keys, exact)
         exponential = problem.spec.is_softmax
-        low = (
-            slope is not None
-            or uses
-            or (operands.some_masked and problem.programs.score is not None)
-        )
+        masked = operands.some_masked and problem.programs.score is not None
+        low = slope is not None or uses or masked
         if exponential and low:
             bits = _and_finite(problem, scores, bits)
         top = part.grouped(operands.top[:, grouped])

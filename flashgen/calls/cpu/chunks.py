@@ -192,14 +192,8 @@ class Chunk:
         grouped = self._grouped(whole)
         if grouped.data_ptr() == part.data_ptr():
             return
-        shape = (
-            grouped.shape[0],
-            grouped.shape[1],
-            grouped.shape[3],
-            grouped.shape[2],
-            grouped.shape[4],
-        )
-        grouped.copy_(part.view(shape).permute(0, 1, 3, 2, 4))
+        batch, heads, group, rows, columns = grouped.shape
+        grouped.copy_(part.view(batch, heads, rows, group, columns).permute(0, 1, 3, 2, 4))
 
     def to_keys(self, whole: Tensor, part: Tensor) -> None:
         """Writes [pairs, seq_k, x] where `key_matrices` of ``whole`` would read it."""

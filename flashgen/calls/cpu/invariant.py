@@ -67,17 +67,17 @@ def _rows(part: ChunkScores, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> tu
     for begin in range(-(problem.keys.offset % BLOCK), k.shape[1], BLOCK):
         keys = slice(max(begin, 0), min(begin + BLOCK, k.shape[1]))
         inside = slice(keys.start - begin, keys.stop - begin)
-        scores = _weights(part, rows, keys, q, k[:, keys])
-        if scores is None:  # the mask removes all
+        weights = _weights(part, rows, keys, q, k[:, keys])
+        if weights is None:  # the mask removes all
             continue
         if spec.is_softmax or spec.takes_maxima:
-            before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+            before, top = top, torch.maximum(top, weights.amax(-1, keepdim=True))
         if spec.is_softmax:
             shift = top.clamp_min(_LOWEST)  # -inf cannot be subtracted
-            rescale, scores = _exp(before - shift), _exp(scores - shift)
+            rescale, weights = _exp(before - shift), _exp(weights - shift)
             sums, o = sums * rescale, o * rescale
         p = q.new_zeros(*q.shape[:2], BLOCK)
-        p[..., inside] = scores
+        p[..., inside] = weights
         values = v.new_zeros(v.shape[0], BLOCK, v.shape[2])
         values[:, inside] = v[:, keys]
         sums = sums + added(p)[..., None]

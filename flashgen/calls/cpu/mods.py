@@ -75,15 +75,13 @@ class _Compiler:
 
     def program(self, results: tuple[int, ...]) -> Program:
         once = tuple(step for step in self.steps if not self.varying[step.to])
-        tile_steps: list[ProgramStep] = []
+        per_tile: list[ProgramStep] = []
         needed = set(results)
         for step in reversed([step for step in self.steps if self.varying[step.to]]):
             done = {arg for arg in step.args if arg not in needed and self.varying[arg]}
             needed |= done
-            tile_steps.append(ProgramStep(step.function, step.args, step.to, tuple(sorted(done))))
-        return Program(
-            self.inputs, tuple(self.constants), once, tuple(reversed(tile_steps)), results
-        )
+            per_tile.append(ProgramStep(step.function, step.args, step.to, tuple(sorted(done))))
+        return Program(self.inputs, tuple(self.constants), once, tuple(reversed(per_tile)), results)
 
     # Registers.
 
@@ -234,9 +232,9 @@ class _Compiler:
         return self._common(expr, self.real)
 
     def _real_product(self, expr: sympy.Mul) -> int:
-        coefficient, factors_product = expr.as_coeff_Mul()
-        below = [f for f in sympy.Mul.make_args(factors_product) if _is_reciprocal(f)]
-        above = [f for f in sympy.Mul.make_args(factors_product) if not _is_reciprocal(f)]
+        coefficient, product = expr.as_coeff_Mul()
+        below = [f for f in sympy.Mul.make_args(product) if _is_reciprocal(f)]
+        above = [f for f in sympy.Mul.make_args(product) if not _is_reciprocal(f)]
         if coefficient != 1 and not coefficient.is_Rational:
             above.append(coefficient)
             coefficient = sympy.S.One

@@ -206,16 +206,11 @@ class ChunkScores:
             The first two results like the scores, [pairs, rows * group, keys]; and the other
             results, [pairs, rows, group, keys], which may be views that repeat elements.
         """
-        grouped_scores = self.grouped(scores)
-        grouped_tangents = (
-            torch.zeros_like(grouped_scores) if tangents is None else self.grouped(tangents)
-        )
-        t, t_tangent, *derivatives = self._run(
-            program, rows, keys, grouped_scores, grouped_tangents
-        )
+        s = self.grouped(scores)
+        s_tangent = torch.zeros_like(s) if tangents is None else self.grouped(tangents)
+        t, t_tangent, *derivatives = self._run(program, rows, keys, s, s_tangent)
         t, t_tangent = (
-            x.expand(grouped_scores.shape).reshape(scores.shape).contiguous()
-            for x in (t, t_tangent)
+            x.expand(s.shape).reshape(scores.shape).contiguous() for x in (t, t_tangent)
         )
         return t, t_tangent, derivatives
 

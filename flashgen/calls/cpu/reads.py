@@ -168,10 +168,8 @@ class _Finder:
         """The condition that a part of an expression uses an element outside of its tensor."""
         if node not in self.mistakes:
             outside_reads = (outside for _, _, outside in self._outside(node))
-            mistakes_of_parts = (
-                _all(where, self._mistake(part)) for part, where in self._parts(node)
-            )
-            self.mistakes[node] = named(_any(*outside_reads, *mistakes_of_parts))
+            inner = (_all(where, self._mistake(part)) for part, where in self._parts(node))
+            self.mistakes[node] = named(_any(*outside_reads, *inner))
         return self.mistakes[node]
 
     def _outside(self, node: sympy.Basic) -> Iterator[tuple[int, str | int, sympy.Basic]]:
@@ -207,13 +205,9 @@ def _combined(
     remaining = tuple(dict.fromkeys(x for x in conditions if x != neutral))
     if absorbing in remaining:
         return absorbing
-    return (
-        remaining[0]
-        if len(remaining) == 1
-        else join(*remaining, evaluate=False)
-        if remaining
-        else neutral
-    )
+    if len(remaining) > 1:
+        return join(*remaining, evaluate=False)
+    return remaining[0] if remaining else neutral
 
 
 def _not(condition: sympy.Basic) -> sympy.Basic:

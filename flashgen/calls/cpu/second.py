@@ -216,9 +216,8 @@ def _scores(
 ) -> _Scores:
     problem = part.problem
     group = problem.sizes.group
-    s, s_tangent = operands.scores(
-        slice(rows.start * group, rows.stop * group), keys, problem.scale
-    )
+    grouped = slice(rows.start * group, rows.stop * group)
+    s, s_tangent = operands.scores(grouped, keys, problem.scale)
     compiled_program = _program(
         problem.spec, moving_tensors.score, moving_tensors.names, problem.real
     )

@@ -65,11 +65,7 @@ def programs_of(spec: AttentionSpec, real: torch.dtype) -> SpecPrograms:
     analysis = analyse(spec)
     same, slope = analysis.score.identity, analysis.score.derivative
     learned = [tensor.symbol for tensor in spec.tensors if tensor.grad]
-    read = [
-        (element, element_slope)
-        for element, element_slope in analysis.score.learned
-        if element_slope != 0
-    ]
+    read = [pair for pair in analysis.score.learned if pair[1] != 0]
     results, uses = [spec.score], []
     if slope != 1:
         results.append(slope)

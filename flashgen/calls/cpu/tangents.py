@@ -233,8 +233,8 @@ def _chunk(
     """The tangents of O and of LSE of one chunk, [pairs, seq_q * group, x].
 
     Args:
-        out, lse: the results of the chunk, of the same shape; lse is the sum of weights that are no
-            exponentials.
+        out, lse: the results of the chunk, of the same shape; with weights that are not those of a
+            softmax, lse is their sum.
     """
     problem = part.problem
     group, spec = problem.sizes.group, problem.spec

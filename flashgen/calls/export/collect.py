@@ -264,12 +264,10 @@ class Collection:
         merge = {}
         if spec.split and not spec.folds:
             assert signature.out_dtype is not None  # kernels are made for one dtype
-            output_columns, normalize = (
-                (signature.head_dim_v, signature.out_dtype),
-                signature.normalize,
-            )
+            dim, dtype = signature.head_dim_v, signature.out_dtype
+            normalize = signature.normalize
             merge = {
-                arch: self.add(build_merge(*output_columns, arch, splits=True, normalize=normalize))
+                arch: self.add(build_merge(dim, dtype, arch, splits=True, normalize=normalize))
                 for arch in request.archs
             }
         return ProgramRecord(

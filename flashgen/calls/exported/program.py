@@ -210,7 +210,7 @@ class ExportedProgram(CallProgram):
                 way_out="torch.autocast(..., enabled=False) around the call, or an export with "
                 f"--dtype {str(dtype).removeprefix('torch.')}",
             )
-        program = self._program_with_key(offsets, part, packs, 1, self.record.columns)
+        program = self._with_key(offsets, part, packs, 1, self.record.columns)
         if program is not None:
             return program
         raise InputError(
@@ -220,7 +220,7 @@ class ExportedProgram(CallProgram):
             way_out=f"{self._command} with --call {'+'.join(names)}",
         )
 
-    def _program_with_key(self, *key: object) -> ExportedProgram | None:
+    def _with_key(self, *key: object) -> ExportedProgram | None:
         """The program of the record with this key."""
         for record in self.folder.manifest.programs:
             if record.key == key:
@@ -246,7 +246,7 @@ class ExportedProgram(CallProgram):
 
     def joining(self, run: int) -> CallProgram:
         record, exported_run = self.record, run if run in (1, ALL_SPLITS) else RUNS[-1]
-        program = self._program_with_key(
+        program = self._with_key(
             record.offsets, record.part, record.packs, exported_run, record.columns
         )
         assert program is not None, "a manifest with split keys has their runs"
@@ -255,10 +255,7 @@ class ExportedProgram(CallProgram):
     def planned_split(self, target: Target, call: CheckedCall) -> int:
         """0 also where the export has no kernels with split keys for such a call."""
         record = self.record
-        if (
-            self._program_with_key(record.offsets, (*WHOLE, SPLIT), record.packs, 1, record.columns)
-            is None
-        ):
+        if self._with_key(record.offsets, (*WHOLE, SPLIT), record.packs, 1, record.columns) is None:
             return 0
         rules = self._facts_of_split(target)
         sms = target.sms or rules.machine.sms
@@ -304,9 +301,7 @@ class ExportedProgram(CallProgram):
 
     def with_columns(self, columns: int) -> ExportedProgram:
         record = self.record
-        program = self._program_with_key(
-            record.offsets, record.part, record.packs, record.run, columns
-        )
+        program = self._with_key(record.offsets, record.part, record.packs, record.run, columns)
         assert program is not None, "a manifest with such launches has their kernels"
         return program
 

@@ -220,11 +220,7 @@ def _check_paths(program: ProgramRecord, manifest: Manifest) -> None:
     computed = {(x.arch, Pass(x.drops)) for x in any_rows}
     computed |= {(x.arch, Pass(x.drops, x.learns, True, x.deterministic)) for x in program.backward}
     if program.columns:
-        passes &= {
-            pass_
-            for record in manifest.programs
-            for pass_ in record.widths.get(program.columns, ())
-        }
+        passes &= {x for whole in manifest.programs for x in whole.widths.get(program.columns, ())}
     for arch, is_open, pass_ in product(manifest.archs, (False, True), passes):
         chosen = program.path_of(arch, pass_, is_open=is_open)
         if chosen is None or chosen.columns == dim:

@@ -211,11 +211,10 @@ def explain(
             concerns no kernel.
         map_index: the number of the tensor map that the driver refuses; -1 for none.
     """
-    driver, where = (
-        (launch_and_maps[0].kernel.driver, str(launch_and_maps[0]))
-        if launch_and_maps
-        else (real_driver(), function)
-    )
-    if launch_and_maps and map_index >= 0:
-        where = describe_map(launch_and_maps[1][map_index])
+    if launch_and_maps is None:
+        driver, where = real_driver(), function
+    else:
+        launch, maps = launch_and_maps
+        driver = launch.kernel.driver
+        where = describe_map(maps[map_index]) if map_index >= 0 else str(launch)
     check(driver, (driver.CUresult(status),), where)

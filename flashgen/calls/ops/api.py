@@ -459,11 +459,11 @@ class Attention:
     def with_maxima(self, *operands: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse and the largest score of each row, of one kernel: a call with return_lse."""
         self._make_for_maxima()
-        maxima_operator = self._for_maxima
-        assert maxima_operator is not None, "made above"
-        results: Any = maxima_operator(*operands, return_lse=True, **options)
+        variant = self._for_maxima
+        assert variant is not None, "made above"
+        results: Any = variant(*operands, return_lse=True, **options)
         if not torch.compiler.is_compiling():
-            self._latest.used = maxima_operator._used
+            self._latest.used = variant._used
         out, lse, maxima = results
         return out, lse, maxima
 

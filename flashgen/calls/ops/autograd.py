@@ -353,22 +353,9 @@ class Differentiate(torch.autograd.Function):
         tangents = push_gradients(operator, options, operands, results, moving)
         out_tangent, lse_tangent, dq, dk, dv, *learned = tangents
         captured = operator.among_captured(learned)
-        dlse_tangent = None if results.dlse is None else lse_tangent
+        outputs = out_tangent, None if results.dlse is None else lse_tangent
         # What out and lse depend on is inside the tangents of the gradients.
-        return (
-            None,
-            None,
-            None,
-            dq,
-            dk,
-            dv,
-            None,
-            None,
-            out_tangent,
-            dlse_tangent,
-            None,
-            *captured,
-        )
+        return (None, None, None, dq, dk, dv, None, None, *outputs, None, *captured)
 
     @staticmethod
     def jvp(ctx: Any, _operator: Any, _options: Any, _needed: Any, *tangents: Any) -> Any:

@@ -271,11 +271,8 @@ def _division_of(signature: CallSignature, arguments: dict[str, Any]) -> _Divisi
             "a call on the ranks of the mesh alone",
         )
     drops = signature.dropout and arguments.get("dropout_p") is not None
-    sizes = {
-        BATCH: arguments["q"].shape[0],
-        HEADS: arguments["q"].shape[1],
-        KEY_HEADS: arguments["k"].shape[1],
-    }
+    q, k = arguments["q"], arguments["k"]
+    sizes = {BATCH: q.shape[0], HEADS: q.shape[1], KEY_HEADS: k.shape[1]}
     division = _Division(signature, mesh, (), sizes, drops)
     axes = tuple(_axis_of(division, arguments, number) for number in range(mesh.ndim))
     division = division._replace(axes=axes)

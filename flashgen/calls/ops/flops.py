@@ -52,16 +52,14 @@ def register_flops(
     def second_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **by_name: Any) -> int:
         # S, S', and the tangents of dQ and dK over head_dim; those of dP and dV over head_dim_v.
         captured, (q_tangent, k_tangent, v_tangent, *_), results = moving(arguments)
-        score_tangents, dout_tangents = (
-            _count_present(q_tangent) + _count_present(k_tangent),
-            _count_present(results[6]),
-        )
+        score_tangents = _count_present(q_tangent) + _count_present(k_tangent)
+        dout_tangents = _count_present(results[6])
         over_v = 2 + _count_present(v_tangent) + 2 * dout_tangents
         columns = (3 + 2 * score_tangents) * q.shape[3] + over_v * v.shape[3]
         flops = 2 * _pairs(signature, q, k, captured) * columns
-        return flops + (
-            tangent_flops(q, k, v, *arguments) if _count_present(*results[4:6]) < 2 else 0
-        )
+        if _count_present(*results[4:6]) < 2:
+            flops += tangent_flops(q, k, v, *arguments)
+        return flops
 
     register: Callable[..., Any] = register_flop_formula
     formulas = {

@@ -241,9 +241,8 @@ class Operator:
             if call is not None:
                 self._last = key, call
         if call is None:
-            is_deterministic(
-                options.deterministic
-            )  # wrong values must not wait for the backward call
+            # Wrong values must not wait for the backward call.
+            is_deterministic(options.deterministic)
             call = forward.prepare(self.spec, operands, options)
             if call.target.is_final and key is not None:
                 _cache(self._forwards, key, call)

@@ -284,20 +284,19 @@ def _map_over(
         if not in_lists:
             return values
         q, k, v, operand_tangents, result_values, *remaining = values
-        operand_tangents = (
-            (None,) * (3 + len(operator.learned)) if operand_tangents is None else operand_tangents
-        )
+        if operand_tangents is None:
+            operand_tangents = (None,) * (3 + len(operator.learned))
         result_values = (None,) * results if result_values is None else result_values
         return (q, k, v, *operand_tangents[:3], *result_values, *remaining, *operand_tangents[3:])
 
     def batched(info: Any, in_dims: Any, /, *tensors: Any, **by_name: Any) -> Any:
         def call(*arguments: Any) -> Any:
             rows: Any = arguments[3:operands]
-            numbers, remaining = arguments[operands : operands + 3], arguments[operands + 3 :]
+            optional, remaining = arguments[operands : operands + 3], arguments[operands + 3 :]
             floats, captured = remaining[:count], remaining[count:tensors_end]
             if in_lists:
                 rows = [*rows[:3], *remaining[tensors_end:]], list(rows[3:])
-            return overload(*arguments[:3], *captured, *floats, *rows, *numbers, **by_name)
+            return overload(*arguments[:3], *captured, *floats, *rows, *optional, **by_name)
 
         learns = gives_gradients and any(_needed(operator, by_name))
         dims, values = flat(in_dims), flat(tensors)

@@ -79,8 +79,8 @@ def target_of(backend: str | None, arch: str | None, device: torch.device) -> Ta
     decision = arch_of(arch, chosen, device)
     order = order_of(backend)
     open_path = chosen == "gpu" and arch is None and config.arch() is None
-    reasons = decision.why, decision.is_final, order
-    return Target(chosen, decision.arch, device, index, *reasons, open_path=open_path)
+    others = decision.why, decision.is_final, order
+    return Target(chosen, decision.arch, device, index, *others, open_path=open_path)
 
 
 def choose(backend: str | None, device: torch.device) -> str:

@@ -245,13 +245,8 @@ class PreparedBackward(PreparedCall):
             else:
                 tiles = self._tiles(q, k, captured, rng, backward=True)
                 input_gradients = cpu.backward(self.spec, q, k, v, gradients, *tiles)
-            by_gradient = dict(
-                zip(
-                    _GRADIENTS[""],
-                    map(in_memory_order_of, (q, k, v), input_gradients),
-                    strict=False,
-                )
-            )
+            ordered = map(in_memory_order_of, (q, k, v), input_gradients)
+            by_gradient = dict(zip(_GRADIENTS[""], ordered, strict=False))
             results = (
                 *(by_gradient[name] for name in _GRADIENTS[self._alone]),
                 *(gradient.contiguous() for gradient in input_gradients[3:]),
@@ -343,15 +338,11 @@ class BackwardInParts(PreparedBackward):
                 operands._replace(v=operands.v[..., columns]),
                 columns_of_outputs(gradients, columns),
             )
-            (*part_gradients,), record = part.run(*part_arguments)
+            (*computed,), record = part.run(*part_arguments)
             records.append(record)
             for dv_buffer in dv:
-                dv_buffer[..., columns] = part_gradients.pop(len(names) - 1)
-            sums = (
-                [a.add_(b) for a, b in zip(sums, part_gradients, strict=True)]
-                if sums
-                else part_gradients
-            )
+                dv_buffer[..., columns] = computed.pop(len(names) - 1)
+            sums = [a.add_(b) for a, b in zip(sums, computed, strict=True)] if sums else computed
         before = len(names) - len(dv)
         return (*sums[:before], *dv, *sums[before:]), DerivativeOutcome.from_parts(records)
 

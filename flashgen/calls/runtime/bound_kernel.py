@@ -49,7 +49,7 @@ class BoundKernel:
 
     Attributes:
         blocks: the number of blocks of a persistent kernel, with the reason; None for others.
-        rest: the blocks beyond the limits of a grid, which are launched after these.
+        next_kernel: the blocks beyond the limits of a grid, which are launched after these.
     """
 
     def __init__(

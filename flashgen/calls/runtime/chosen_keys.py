@@ -264,13 +264,8 @@ class ChosenCall:
             memory_layout.in_memory_order_of(like, sizes.from_blocks(x).to(like.dtype))
             for x, like in zip(totals, operands[1:3], strict=True)
         )
-        results = (
-            dq,
-            dk,
-            dv,
-            *self._sink_gradient(read.captured, operands.q, gradients.lse, delta),
-        )
-        return results, query_record, records
+        sink = self._sink_gradient(read.captured, operands.q, gradients.lse, delta)
+        return (dq, dk, dv, *sink), query_record, records
 
     def _by_listed_keys(
         self,
@@ -324,7 +319,7 @@ class ChosenCall:
         from flashgen.spec.language.signature import with_columns
 
         q, k, v = operands[:3]
-        to_v, to_k = (derived(self._spec, part.ragged) for derived in (value_gradients, by_keys))
+        to_v, to_k = (derive(self._spec, part.ragged) for derive in (value_gradients, by_keys))
         dv_operands = Operands(k, q, rows.dout, _in_order(to_v, tensors))
         call = self._prepare(
             f"dv {len(k)}", functools.partial(prepare, to_v, dv_operands, *options_and_launch)

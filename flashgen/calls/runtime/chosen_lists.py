@@ -153,8 +153,8 @@ def lists_of(
 class KeyRows(NamedTuple):
     """Sequences that have rows of keys, for the gradients of keys and values.
 
-    A sequence has a block of keys and a list of the groups that chose it, of which a long one is
-    cut; or it has the keys in the list of a group.
+    A sequence has a block of keys and a list of the groups that chose it, or a part of a long list;
+    or it has the keys in the list of a group.
 
     Attributes:
         owners: int32 [sequences, 4], as `Sizes.owners`.
@@ -241,12 +241,8 @@ class KeyRows(NamedTuple):
         for first in range(0, len(self.owners), sequences_at_once):
             sequences = slice(first, first + sequences_at_once)
             owners, listed, key_blocks = (x[sequences] for x in self[1:4])
-            yield (
-                sequences,
-                KeyRows(
-                    self.sizes, owners, listed, key_blocks, tuple(x[sequences] for x in self.pages)
-                ),
-            )
+            pages = tuple(x[sequences] for x in self.pages)
+            yield sequences, KeyRows(self.sizes, owners, listed, key_blocks, pages)
 
     def tensors(self) -> dict[str, Tensor]:
         """The captured tensors of the calls, by name."""

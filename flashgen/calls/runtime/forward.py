@@ -165,8 +165,8 @@ class PreparedForward(PreparedCall):
         addresses: tuple[int, ...]
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), to_out.data_ptr(), to_lse.data_ptr())
         k_factor, v_factor = self._narrower
-        low_bits = addresses[0] | addresses[3] | addresses[1] * k_factor | addresses[2] * v_factor
-        if self._obstacle is None and not low_bits % 16:
+        combined = addresses[0] | addresses[3] | addresses[1] * k_factor | addresses[2] * v_factor
+        if self._obstacle is None and not combined % 16:
             width, reason = 16, self._aligned_reason
         else:
             width, reason = q.element_size(), self._unaligned_reason(q, k, v, out)

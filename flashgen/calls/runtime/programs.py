@@ -336,19 +336,15 @@ class SpecProgram(CallProgram):
         spec = self.spec if which == "forward" else self._spec_of_others
         if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
             return Decision(arch, "")
-        arch_choice = columns_of_launch(spec, arch, which, tangents=tangents)
-        if arch_choice.columns == spec.head_dim_v:
+        choice = columns_of_launch(spec, arch, which, tangents=tangents)
+        if choice.columns == spec.head_dim_v:
             return Decision(arch, "")
         portable_choice = columns_of_launch(spec, portable(arch), which, tangents=tangents)
-        if portable_choice.cost >= arch_choice.cost:
+        if portable_choice.cost >= choice.cost:
             return Decision(arch, "")
-        held_columns = (
-            f"{arch_choice.columns} columns of v at once" if arch_choice.columns else "no part of v"
-        )
+        held = f"{choice.columns} columns of v at once" if choice.columns else "no part of v"
         comparison = f"those of {portable(arch)} take less time"
-        return Decision(
-            portable(arch), f"tiles of the path {arch} hold {held_columns}, and {comparison}"
-        )
+        return Decision(portable(arch), f"tiles of the path {arch} hold {held}, and {comparison}")
 
     def columns_of_launch(
         self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
@@ -444,8 +440,8 @@ class SpecProgram(CallProgram):
 
         signature = self.signature
         assert signature.out_dtype is not None  # kernels are made for one dtype
-        output_columns = signature.head_dim_v, signature.out_dtype
-        return build_merge(*output_columns, arch, splits=True, normalize=signature.normalize)
+        columns, dtype = signature.head_dim_v, signature.out_dtype
+        return build_merge(columns, dtype, arch, splits=True, normalize=signature.normalize)
 
 
 def program_of(spec: AttentionSpec | CallProgram) -> CallProgram:

@@ -91,11 +91,7 @@ class PreparedTangent(PreparedCall):
         copies = _readable(read)
         names = self.signature.tangent_names
         learned_tangents = zip(self.signature.learned, scaled.captured, strict=False)
-        by_name |= {
-            names[x.name]: learned_tangent
-            for x, learned_tangent in learned_tangents
-            if learned_tangent is not None
-        }
+        by_name |= {names[x.name]: y for x, y in learned_tangents if y is not None}
         tensors: dict[str, Tensor | None] = {
             **read,
             "lse": lse.contiguous(),

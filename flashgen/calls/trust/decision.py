@@ -130,8 +130,8 @@ def _chosen(gpu: Gpu, capturing: bool) -> Decision:
         standings[arch] = path_standing
         if path_standing.passed:
             break
-    why = "; ".join(tried.why for tried in standings.values())
-    untried = [arch for arch, tried in standings.items() if tried.passed is None]
+    why = "; ".join(state.why for state in standings.values())
+    untried = [arch for arch, state in standings.items() if state.passed is None]
     temporary = hindrance is not None and hindrance.temporary and bool(untried)
     if not path_standing.passed:
         if not untried:
@@ -139,7 +139,7 @@ def _chosen(gpu: Gpu, capturing: bool) -> Decision:
         arch = untried[-1]
         why += f"; {arch} is taken untried"
     if not temporary and (len(standings) > 1 or not path_standing.passed):
-        failed = any(tried.passed is False for tried in standings.values())
+        failed = any(state.passed is False for state in standings.values())
         report = ". Please report the output of `flashgen doctor --json`" if failed else ""
         _warn(f"the code path {arch} is taken on {gpu.name}: {why}{report}")
     return Decision(arch, why, is_final=not temporary)

@@ -120,10 +120,7 @@ def _checked(spec: object, captured: dict[str, Any]) -> AttentionSpec:
             f"{kind}=True",
             f"the spec without {kind}",
         )
-    needed = {
-        *(capture.name for capture in spec.tensors),
-        *(capture.name for capture in spec.scalars),
-    }
+    needed = {capture.name for capture in (*spec.tensors, *spec.scalars)}
     if "attn_mask" in needed:
         way_out = "another name, such as bias"
         _refuse("a call's own mask has this name", "spec", "captures attn_mask", way_out)

@@ -120,8 +120,8 @@ def check_sizes(where: str, spec: Any, *, seq: Any, world: Any, **sizes: Any) ->
             refuse(what, name, f"given {value!r:.200}", f"{name}=1, or a larger int", where)
     if seq % world:
         padded = -(-seq // (2 * world)) * 2 * world
-        what, length = "the sequence is divided into chunks of equal length", f"seq {seq}"
-        refuse(what, "seq", f"{length}, world {world}", f"a sequence padded to {padded}", where)
+        what = "the sequence is divided into chunks of equal length"
+        refuse(what, "seq", f"seq {seq}, world {world}", f"a sequence padded to {padded}", where)
 
 
 def mask_inputs(
@@ -140,9 +140,7 @@ def mask_inputs(
     read = {t.name for t in spec.tensors if t.symbol in spec.mask.free_symbols}
     read |= {*BOUNDARIES, LAYOUT}
     used = tuple(t for t in signature.tensors if t.name in read or t.name in captures)
-    for name in [capture.name for capture in signature.scalars] + [
-        capture.name for capture in used
-    ]:
+    for name in [x.name for x in signature.scalars] + [x.name for x in used]:
         if name not in captures:
             numbers = f"given: {', '.join(captures) or 'none'}"
             what = f"{name!r} of spec {spec.name} is missing"

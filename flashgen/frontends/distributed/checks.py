@@ -410,16 +410,12 @@ def _refuse_difference(rank: int, values: list[Any]) -> None:
     number = next(n for n, other_values in enumerate(values) if other_values != values[rank])
     other_digest, *other_values = values[number]
     specs = digest != other_digest
-    own_parts, other_parts = (parts[0 if specs else 1] for parts in (own_values, other_values))
-    differ = [
-        name
-        for name in {**own_parts, **other_parts}
-        if own_parts.get(name) != other_parts.get(name)
-    ]
+    own, other = (parts[0 if specs else 1] for parts in (own_values, other_values))
+    differ = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     named = ", ".join(differ) or "their expressions"
     lines = (
         ", ".join(f"{n} {_from_difference(a.get(n, ''), b.get(n, ''))}" for n in differ)
-        for a, b in ((own_parts, other_parts), (other_parts, own_parts))
+        for a, b in ((own, other), (other, own))
     )
     if specs:
         way_out = "the same spec on every rank"
@@ -440,11 +436,9 @@ def _refuse_difference(rank: int, values: list[Any]) -> None:
 def _chunks_of(descriptions: list[Mapping[str, str]]) -> str:
     """The way out where ranks have different numbers of rows."""
     rows = [by_name[_ROWS].split(", ") for by_name in descriptions]
-    if descriptions[0]["shard"] != "contiguous" or any(
-        query_rows != key_rows for query_rows, key_rows in rows
-    ):
+    if descriptions[0]["shard"] != "contiguous" or any(q != k for q, k in rows):
         return "as many rows on every rank, the last ones padding; or a list of chunks as shard"
-    ends = accumulate((int(query_rows) for query_rows, _ in rows), initial=0)
+    ends = accumulate((int(q) for q, _ in rows), initial=0)
     return f"shard={[[range(*pair)] for pair in pairwise(ends)]}"
 
 
@@ -466,9 +460,6 @@ def _parts_of(spec: AttentionSpec) -> dict[str, str]:
 def _from_difference(text: str, other: str) -> str:
     """At most 200 characters of a text, with the first one that differs from the other text."""
     pairs = enumerate(zip(text, other, strict=False))
-    same = next(
-        (index for index, (character, other_character) in pairs if character != other_character),
-        len(other),
-    )
+    same = next((index for index, (a, b) in pairs if a != b), len(other))
     begin = 0 if len(text) <= 200 else max(0, same - 40)
     return ("..." if begin else "") + text[begin : begin + 200]

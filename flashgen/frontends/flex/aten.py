@@ -84,12 +84,8 @@ class _Operation:
         composed = COMPOSED.get(self.func._schema.name)
         if composed is not None:
             result = self._announced()  # raises torch's errors
-            composed_result = composed(*self.args, **self.kwargs)
-            return (
-                composed_result
-                if isinstance(composed_result, tuple)
-                else composed_result.to(result.dtype)
-            )
+            value = composed(*self.args, **self.kwargs)
+            return value if isinstance(value, tuple) else value.to(result.dtype)
         return self._decomposed()
 
     def _views(self, results: Any) -> Any:

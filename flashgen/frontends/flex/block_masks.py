@@ -163,21 +163,16 @@ def layout_beside_mask(
     lists = [getattr(block_mask, name) for name in LISTS]
     names = sorted(symbol.name for symbol in traced.mask_mod_condition.free_symbols)
     captured = {n: traced.tensors[n].tensor_in(record) for n in names if n in traced.tensors}
-    numbers_by_name = {n: record.numbers[traced.numbers[n]] for n in names if n in traced.numbers}
+    by_name = {n: record.numbers[traced.numbers[n]] for n in names if n in traced.numbers}
     for name in names:
         if name in traced.sizes:
             location, dim = traced.sizes[name]
-            numbers_by_name[name] = location.tensor_in(record).shape[dim]
-    numbers = (
-        sizes,
-        tuple(block_mask.BLOCK_SIZE),
-        tuple(block_mask.shape),
-        *numbers_by_name.values(),
-    )
+            by_name[name] = location.tensor_in(record).shape[dim]
+    numbers = sizes, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.shape), *by_name.values()
     tensors = [*lists, *captured.values()]
     if not all(has_values(tensor) for tensor in tensors if tensor is not None):
         return followed(block_mask)
-    return _compared(block_mask, traced, tensors, {**captured, **numbers_by_name}, numbers)
+    return _compared(block_mask, traced, tensors, {**captured, **by_name}, numbers)
 
 
 @alone()

@@ -222,14 +222,8 @@ def _find_traced(call_record: Record, sizes: CallSizes) -> TracedMods | None:
     if variants is None:
         return None
     _variants_of_keys.move_to_end(call_record.key)
-    return next(
-        (
-            traced
-            for traced in variants.traced_for(call_record)
-            if traced.serves(sizes, call_record)
-        ),
-        None,
-    )
+    fitting = (x for x in variants.traced_for(call_record) if x.serves(sizes, call_record))
+    return next(fitting, None)
 
 
 def _traced(
@@ -244,13 +238,13 @@ def _traced(
     bounds = {} if variants.traced_for(call_record) else sizes.bounds
     scalars = variants.scalars(call_record)
 
-    def attempt(scalars: frozenset[int]) -> TracedMods | None:
+    def attempt(indices: frozenset[int]) -> TracedMods | None:
         try:
-            traced = trace(mask_mod, score_mod, call_record, bounds, scalars)
-            traced.spec(64, 64, "float32")
+            attempted = trace(mask_mod, score_mod, call_record, bounds, indices)
+            attempted.spec(64, 64, "float32")
         except FlashgenError:
             return None
-        return traced
+        return attempted
 
     _check_count(variants, call_record)
     traced = attempt(scalars) if scalars else None

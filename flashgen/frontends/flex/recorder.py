@@ -342,29 +342,29 @@ class Recorder(TorchFunctionMode):
             checked_name(func)
         kinds = tuple([self._kinds[number] for number in self._operands])
         signature = operation, kinds, self._default_dtype, torch.is_grad_enabled()
-        inferred_result = _results.get(signature)
-        if inferred_result is None:
+        outcome = _results.get(signature)
+        if outcome is None:
             try:
-                inferred_result = inferred(func, args, kwargs)
+                outcome = inferred(func, args, kwargs)
             except RuntimeError:  # also of operations without a slope, such as sums of integers
                 with torch.no_grad():
-                    inferred_result = inferred(func, args, kwargs)
+                    outcome = inferred(func, args, kwargs)
             if len(_results) >= _MOST_RESULTS:
                 _results.clear()
-            _results[signature] = inferred_result
-        if type(inferred_result) is Kind:
-            return self._stand_in(inferred_result)
-        if inferred_result is NO_TENSOR:
+            _results[signature] = outcome
+        if type(outcome) is Kind:
+            return self._stand_in(outcome)
+        if outcome is NO_TENSOR:
             if name_of(func) in TEXT and type(args[0]) is StandIn:
                 return f"<{', '.join(map(str, kinds))} in a mod>"
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
-        if type(inferred_result) is Same:
-            number = self._operands[inferred_result.operand_index]
+        if type(outcome) is Same:
+            number = self._operands[outcome.operand_index]
             is_fixed = type(self._tensors[number]) is not StandIn or number in self._shared
-            if inferred_result.changed and is_fixed:
+            if outcome.changed and is_fixed:
                 refuse_write(name_of(func))
-            if inferred_result.changed and inferred_result.learned:
+            if outcome.changed and outcome.learned:
                 self._tensors[number].requires_grad_()
                 self._kinds[number] = self._kinds[number]._replace(learned=True)
             if number in self._constants:
@@ -373,15 +373,11 @@ class Recorder(TorchFunctionMode):
             self._kinds.append(self._kinds[number])
             return self._tensors[number]
         before = len(self._tensors)
-        leaves = [
-            self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in inferred_result.leaves
-        ]
-        if inferred_result.operand_indices:
-            self._shared.update(
-                [self._operands[index] for index in inferred_result.operand_indices]
-            )
+        leaves = [self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in outcome.leaves]
+        if outcome.operand_indices:
+            self._shared.update([self._operands[index] for index in outcome.operand_indices])
             self._shared.update(range(before, len(self._tensors)))
-        return pytree.tree_unflatten(leaves, inferred_result.tree)
+        return pytree.tree_unflatten(leaves, outcome.tree)
 
     def _stand_in(self, kind: Kind) -> Tensor:
         dtype, shape, learned = kind

@@ -321,7 +321,7 @@ def _traced_mods(
             for (source, dim), scalar in tracer.sizes.items()
             if scalar.name in used
         },
-        numbers={x.name: location for location, x in tracer.numbers.items() if x.name in used},
+        numbers={x.name: index for index, x in tracer.numbers.items() if x.name in used},
         assumed=tuple(tracer.assumed),
         created=created,
         shapes=_shapes(record, created) if tracer.rigid else None,

@@ -140,14 +140,11 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _flip(result: Result, /, x: TracedArray, dims: Sequence[int]) -> TracedArray:
-    flipped_axes = {_dim(x, d) for d in dims}
+    flipped = {_dim(x, d) for d in dims}
 
     def element_at(i: tuple[Index, ...]) -> Entry:
         return x.at(
-            tuple(
-                x.sizes[d]() - 1 - index if d in flipped_axes else index
-                for d, index in enumerate(i)
-            )
+            tuple(x.sizes[d]() - 1 - index if d in flipped else index for d, index in enumerate(i))
         )
 
     return result.array(element_at, x.sizes)
@@ -178,10 +175,8 @@ def _index(result: Result, /, x: TracedArray, indices: Sequence[TracedArray | No
     other_axes = [d for d in range(len(x.shape)) if d not in indices_by_axis]
 
     def element_at(i: tuple[Index, ...]) -> Entry:
-        gathered, rest = (
-            i[first_axis : first_axis + rank],
-            iter((*i[:first_axis], *i[first_axis + rank :])),
-        )
+        gathered = i[first_axis : first_axis + rank]
+        rest = iter((*i[:first_axis], *i[first_axis + rank :]))
         chosen = {
             d: from_start(result.tracer, _element(index, gathered), x.sizes[d])
             for d, index in indices_by_axis.items()
@@ -248,8 +243,8 @@ def _cat(result: Result, /, arrays: Sequence[TracedArray], dim: int = 0) -> Trac
 
 def _unbind(result: Result, /, x: TracedArray, dim: int = 0) -> list[TracedArray]:
     result.tracer.rigid = True
-    slices = [replace(result, shapes=[shape]) for shape in result.shapes]
-    return [_select(slice_, x, dim, number) for number, slice_ in enumerate(slices)]
+    parts = [replace(result, shapes=[shape]) for shape in result.shapes]
+    return [_select(part, x, dim, number) for number, part in enumerate(parts)]
 
 
 def _split(result: Result, /, x: TracedArray, lengths: Sequence[int], dim: int = 0) -> Any:

@@ -309,14 +309,13 @@ def make_mask(
         tensors = recorded.tensors
         if attention_mask is None and q_length == kv_length:
             _expect_packed(name, mask_function, (batch_size, q_length), torch.device(device))
-    positioned = lengths, q_offset, kv_offset
     positions = None if torch.compiler.is_compiling() else inputs_of_forward()[0]
     others: dict[str, Any] = {
         "padding": model_padding,
         "positions": positions,
         "elements": elements,
     }
-    return Mask(name, tensors, *positioned, ranks=ranks, **others)
+    return Mask(name, tensors, lengths, q_offset, kv_offset, ranks=ranks, **others)
 
 
 def _check_heads(config: Any) -> None:

@@ -146,20 +146,14 @@ class Ranks:
                     "[batch, positions], the same on all ranks",
                 )
         sums = {n: zlib.crc32(x.contiguous().cpu().numpy().tobytes()) for n, x in inputs.items()}
-        sums_of_ranks = self.exchange.values_of_ranks(sums, "comparison of the batches")
-        other = next(
-            (rank for rank, other_sums in enumerate(sums_of_ranks) if other_sums != sums), None
-        )
+        all_sums = self.exchange.values_of_ranks(sums, "comparison of the batches")
+        other = next((rank for rank, x in enumerate(all_sums) if x != sums), None)
         if other is not None:
-            names = [
-                n
-                for n in (*sums, *sums_of_ranks[other])
-                if sums.get(n) != sums_of_ranks[other].get(n)
-            ]
+            names = [n for n in (*sums, *all_sums[other]) if sums.get(n) != all_sums[other].get(n)]
             _refuse(
                 "the ranks of a group have different batches",
                 f"argument {names[0]}",
-                f"on rank {self.exchange.rank} and on rank {other}; {len(sums_of_ranks)} ranks "
+                f"on rank {self.exchange.rank} and on rank {other}; {len(all_sums)} ranks "
                 "share the positions of one batch",
                 "the same batch on all ranks of the group, such as a data loader that is seeded "
                 "by the data-parallel rank alone",

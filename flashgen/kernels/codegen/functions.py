@@ -207,9 +207,7 @@ class SpecFunctions:
     def readers(self) -> tuple[DeviceFunction, ...]:
         """The functions that read these tensors and their min/max tables."""
         by_symbol = {tensor.symbol: tensor for tensor in self.tensors}
-        extremes = sorted(
-            self.printer.extremes, key=lambda extreme_key: (extreme_key[0].name, *extreme_key[1:])
-        )
+        extremes = sorted(self.printer.extremes, key=lambda read: (read[0].name, *read[1:]))
         return (
             *(reader(t) for t in self.tensors if t.symbol in self.printer.tensors),
             *(extreme(by_symbol[symbol], axis, least) for symbol, axis, least in extremes),
@@ -412,10 +410,7 @@ class SpecFunctions:
             read = value_uses.union(*(expr.free_symbols for expr in exprs))
             body = [
                 *(text for end, text in self.direction.ends.items() if end in read),
-                *(
-                    f"const {value.kind} {value.name} = {value.call};"
-                    for value in by_level.values()
-                ),
+                *(f"const {x.kind} {x.name} = {x.call};" for x in by_level.values()),
                 *(self.printer.let(symbol, lets[symbol]) for symbol in needed),
                 f"return {self.printer.expr(code.block.results[number])};",
             ]

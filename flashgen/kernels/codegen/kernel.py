@@ -101,10 +101,7 @@ def kernel(
         plan,
         kernel_name(spec, plan),
         params,
-        spec_section=(
-            *(function.text for function in readers),
-            *(function.text for function in printed),
-        ),
+        spec_section=tuple(function.text for function in (*readers, *printed)),
         maps=[param.name for param in params if param.ctype == "tensormap"],
         walk=code.walk if code else None,
         score=code.score if code else None,
@@ -352,7 +349,7 @@ def logit_of_row(spec: AttentionSpec, plan: Plan, sink: Tensor) -> str:
 def _counted_head(plan: Plan, first: str) -> str:
     """C++ of the head of a lane's row r in row group g, where its rows have different heads.
 
-    `first` is the head of its first row. For rows without a head it is past the last head.
+    `first` is its first row's head. For rows without a head it is past the last head of the tile.
     """
     terms = [first]
     for rows, index in ((MMA_ROWS, "g"), (MMA_ROWS // 2, "r")):

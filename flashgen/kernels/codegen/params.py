@@ -165,10 +165,8 @@ def params_of(
         if spec.kv_dtype is not None:
             caches = [replace(param, cpp_type="const Code*") for param in caches]
         before = ("q", *mapped)  # tensor maps are the first fields
-        insert_index = next(
-            (i for i, param in enumerate(params) if param.name not in before), len(params)
-        )
-        params[insert_index:insert_index] = caches
+        end = next((i for i, param in enumerate(params) if param.name not in before), len(params))
+        params[end:end] = caches
     if role == "forward" and spec.partial:
         params[-1] = Param("o", "float*", _SHAPES["o"])
     if role == "forward" and spec.split and not spec.folds:

@@ -144,8 +144,10 @@ class _Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _code_of(lines: tuple[str, ...]) -> str:
-    """The lines without comments, because comments may mention unused names. Cached: kernels share
-    most helpers."""
+    """The lines without comments, which may mention unused names.
+
+    Cached, because kernels share most helpers.
+    """
     return "\n".join(map(_code, lines))
 
 

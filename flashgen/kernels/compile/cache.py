@@ -58,7 +58,7 @@ class Meta:
 
     Attributes:
         files: the SHA-256 of each file by its name.
-        others: as in `flashgen.kernels.compile.Binary`.
+        other attributes: as in `flashgen.kernels.compile.Binary`.
     """
 
     key: str
@@ -385,7 +385,7 @@ native part, of locks, and of those that are being written."""
 def _remove(folder: Path) -> bool:
     """Removes files whose names are names of the cache, and folders that are empty afterwards.
 
-    A user's folder with such a name keeps all other files.
+    A folder that a user has named like one of the cache keeps all other files.
     """
     if folder.is_symlink():
         return False

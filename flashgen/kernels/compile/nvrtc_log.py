@@ -42,7 +42,7 @@ class Resources(elf.KernelFacts):
 
     @property
     def local_memory(self) -> str:
-        """The contents of a thread's local memory in words: spills, or a stack without spills."""
+        """A thread's local memory in words: its spills, or a stack that was meant to be there."""
         spilled = self.spill_store_bytes + self.spill_load_bytes
         if spilled:
             return f"SPILLS {spilled:,} B"

@@ -62,7 +62,8 @@ def _folder_hindrance(path: Path, status: os.stat_result) -> str:
 def _parent_hindrance(path: Path, status: os.stat_result) -> str:
     """Why another user may have written into a folder above; "" for none.
 
-    A group may write it: private groups of one user are common."""
+    A group may write it: private groups of one user are common.
+    """
     if sys.platform == "win32":
         return ""
     if status.st_uid not in (0, os.geteuid()):

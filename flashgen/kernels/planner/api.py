@@ -185,9 +185,7 @@ def _plan_of_codes(request: PlanRequest) -> Plan:
         if request.tile is None:
             for form in (in_tiles, in_registers)[: 2 if plain.tile.column_warps == 1 else 1]:
                 few = _tiles_of_few_rows(form, plain.tile, rows)
-                candidates += [
-                    (form, each) for each in few if form is in_tiles or each.tile.warps == 1
-                ]
+                candidates += [(form, x) for x in few if form is in_tiles or x.tile.warps == 1]
         return min(candidates, key=lambda pair: _clocks_of_a_key(pair[1]))
 
     form, chosen = tile_of_rows(request.few_rows)
@@ -294,8 +292,8 @@ def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, Decoding
     which such calls take the least time, in the mean of `flashgen.shared.split_choice.LOADS`. Calls
     with pages and without have one tile.
     """
-    registers = most_registers_served(problem.spec, problem.quantities)
-    largest = problem.with_quantities(**registers)
+    most = most_registers_served(problem.spec, problem.quantities)
+    with_most = problem.with_quantities(**most)
     choices = []
     group = usual_group(one_tensor="one_tensor" in problem.quantities)
     for step in range(least.tile.unit, least.model.max_step + 1, least.tile.unit):
@@ -304,7 +302,7 @@ def _served_tile(problem: TileProblem, least: Evaluated) -> tuple[Tile, Decoding
         divides = has_whole_boxes(problem, tile) < has_whole_boxes(problem, least.tile)
         if candidate.excesses or divides or candidate.cost > MOST_OF_PREFILL * least.cost:
             continue
-        few = _tile_of_few_rows(largest, candidate, group)
+        few = _tile_of_few_rows(with_most, candidate, group)
         decoding = decoding_tile(plan_of_tile(problem, few, "given"), candidate.cost, least.cost)
         plan = replace(plan_of_tile(problem, candidate, "given"), decoding=decoding)
         heads_kv = usual_heads_kv(one_tensor=plan.one_tensor)
@@ -331,9 +329,7 @@ def _tiles_of_few_rows(problem: TileProblem, wide: Tile, rows: int) -> Iterator[
         for row_groups in sorted({1, wide.row_groups}):
             tile = replace(wide, warps=warps, row_groups=row_groups, blocks=1)
             if rows <= tile.owned < wide.owned and warps >= warps_to_copy(problem):
-                yield from (
-                    candidate for candidate in occupancies(problem, tile) if not candidate.excesses
-                )
+                yield from (x for x in occupancies(problem, tile) if not x.excesses)
         warps *= 2
 
 

@@ -69,7 +69,7 @@ def streaming_kernels_of(spec: AttentionSpec, key_plan: Plan) -> tuple[Plan, ...
     if key_plan.in_parts:  # in the order of the sums of mma.sync: rows are rows
         rows, d_qk, d_v = key_plan.block_k, key_plan.head_dim, key_plan.head_dim_v
         sums |= {"dk": ("sm_80", (rows, d_qk)), "dv": ("sm_80", (rows, d_v))}
-    converted = (plan_convert(spec, arch, name, *source) for name, source in sums.items())
+    converted = (plan_convert(spec, arch, name, *path_tile) for name, path_tile in sums.items())
     return delta, *(
         plan if plan.kernel == "convert_dq" else replace(plan, fused_plan=key_plan)
         for plan in converted

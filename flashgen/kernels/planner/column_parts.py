@@ -52,8 +52,8 @@ def columns_of_launch(
     """All columns of V, or one of two to four parts of them.
 
     A forward pass has the columns of least predicted cost. The other passes have the most columns
-    that a tile holds. So has a forward pass of served calls: with few rows it takes as long as to
-    read the keys, which each launch reads.
+    that a tile holds. So has a forward pass of served calls: with few rows it takes the time to
+    read the keys, and each launch reads them.
 
     Args:
         pass_name: "forward", "backward", "deterministic", "queries", "keys" or "tangent".

@@ -322,10 +322,8 @@ def clocks_of_step(plan: Plan, kind: StepKind) -> float:
     quantities = plan.quantities.copy()
     quantities["score_ops"] += quantities["mask_stall"] * kind.mask_ops
     if kind.rows < plan.block_q:
-        quantities["block_q"], quantities["warps"] = (
-            kind.rows,
-            plan.warps * kind.rows // plan.block_q,
-        )
+        quantities["block_q"] = kind.rows
+        quantities["warps"] = plan.warps * kind.rows // plan.block_q
     cost = plan.model.costs(quantities)["cost"]
     return float(cost * kind.rows / (plan.cost * plan.block_q))
 

@@ -506,21 +506,15 @@ class Plan(LaunchRules):
         if self.kernel == "forward":
             queries = min(rows, queries)
         heads = rows // queries if self.heads_per_tile > 1 else 1
-        operand_boxes = (
+        boxes = (
             ("q", (panel, queries, heads)),
             ("k", (panel, keys, 1)),
             ("v", (panel_v, keys, 1)),
         )
         if self.kernel == "tangent":
-            moving = (
-                (f"{name}_tangent", box) for name, box in operand_boxes if name in self.moving
-            )
-            return (*operand_boxes, *moving)
-        return (
-            operand_boxes
-            if self.kernel == "forward"
-            else (*operand_boxes, ("do", (panel_v, queries, 1)))
-        )
+            moving = ((f"{name}_tangent", box) for name, box in boxes if name in self.moving)
+            return (*boxes, *moving)
+        return boxes if self.kernel == "forward" else (*boxes, ("do", (panel_v, queries, 1)))
 
     def launch_facts(
         self, name: str, params: Sequence[ParamFacts], terms: tuple[GradientTerm, ...] = ()

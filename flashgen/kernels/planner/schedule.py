@@ -195,14 +195,14 @@ class DerivedBlocks(LaunchBlocks):
 
 
 def blocks_of(
-    plan: Plan, work_tiles: int, sms: int | None = None, count: int | None = None
+    plan: Plan, work_tiles: int, sms: int | None = None, requested: int | None = None
 ) -> DerivedBlocks:
     """The number of blocks of a launch of a persistent kernel, with its derivation.
 
     The arguments and errors are those of `flashgen.shared.launch_facts.LaunchRules.blocks_of`.
     """
-    launch = plan.blocks_of(work_tiles, sms, count)
-    if count is not None:
+    launch = plan.blocks_of(work_tiles, sms, requested)
+    if requested is not None:
         return DerivedBlocks(launch.count, work_tiles, launch.reason)
     arch = facts(plan.arch)
     quantities: dict[str, Number] = {

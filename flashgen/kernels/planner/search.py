@@ -241,17 +241,14 @@ def _divides_output(problem: TileProblem, warps: int, column_warps: int, score_w
     """Whether so many warps, or warpgroups, can have equal shares of the columns of O."""
     if problem.kernel != "forward" or column_warps == 1:
         return True
+    quantities = problem.quantities
+    d_qk, d_v = int(quantities["d_qk"]), int(quantities["d_v"])
     if score_warps > 1:
-        d_qk, d_v = int(problem.quantities["d_qk"]), int(problem.quantities["d_v"])
         return d_v > WIDER_THAN and d_qk % PANEL == d_v % PANEL == 0
     groups = warps * MMA_ROWS // problem.path.group_rows
     # Columns of keys come in whole swizzle patterns; a tile of V has panels of its own.
-    unit = (
-        SWIZZLED // int(problem.quantities["e"])
-        if "one_tensor" in problem.quantities
-        else DEPTH_STEP
-    )
-    return groups % column_warps == 0 and problem.quantities["d_v"] % (unit * column_warps) == 0
+    unit = SWIZZLED // int(quantities["e"]) if "one_tensor" in quantities else DEPTH_STEP
+    return groups % column_warps == 0 and d_v % (unit * column_warps) == 0
 
 
 def occupancies(problem: TileProblem, shape: Tile) -> list[Evaluated]:
@@ -287,17 +284,10 @@ def cheapest(problem: TileProblem, rows: int = 0) -> Evaluated | None:
     fitting = [candidate for candidate in candidates if not candidate.excesses]
     gathered = [candidate for candidate in fitting if problem.gathers(candidate.tile)]
     if not gathered:
-        costs = (
-            (lambda candidate: (candidate.cost_of(rows), candidate.rank))
-            if rows
-            else (lambda candidate: candidate.rank)
-        )
+        costs = (lambda x: (x.cost_of(rows), x.rank)) if rows else (lambda x: x.rank)
         return min(fitting, key=costs, default=None)
-    whole_boxes = [candidate for candidate in gathered if has_whole_boxes(problem, candidate.tile)]
-    return min(
-        whole_boxes or gathered,
-        key=lambda candidate: (cost_in_layout(problem, candidate), candidate.tile),
-    )
+    whole = [candidate for candidate in gathered if has_whole_boxes(problem, candidate.tile)]
+    return min(whole or gathered, key=lambda x: (cost_in_layout(problem, x), x.tile))
 
 
 def has_whole_boxes(problem: TileProblem, tile: Tile) -> bool:
@@ -341,12 +331,8 @@ def smallest(problem: TileProblem) -> Evaluated:
     """
 
     def size(candidate: Evaluated) -> tuple[bool, Number, Tile]:
-        quantities = candidate.quantities
-        return (
-            quantities["registers"] > quantities["register_limit"],
-            quantities["smem"],
-            candidate.tile,
-        )
+        needs = candidate.quantities
+        return needs["registers"] > needs["register_limit"], needs["smem"], candidate.tile
 
     least = warps_to_copy(problem)
     return min((evaluated(problem, s) for s in shapes(problem) if s.warps >= least), key=size)

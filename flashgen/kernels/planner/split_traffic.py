@@ -109,7 +109,7 @@ class SplitTraffic:
         """Bytes of all launches over the bytes of the HBM bound: K, V, q and out, each once."""
         return float(self.quantities["over_bound"])
 
-    def forward_pointers(self) -> dict[str, int]:
+    def forward_bytes_by_pointer(self) -> dict[str, int]:
         """Bytes by the names of the forward kernel's pointers."""
         names = {"q": "q_read", "o": "o_written", "lse": "lse_written"}
         bytes_by_name = {name: int(self.quantities[quantity]) for name, quantity in names.items()}
@@ -126,7 +126,7 @@ class SplitTraffic:
             "c_cache_seqlens": 4 * int(self.quantities["length_reads"]),
         }
 
-    def merge_pointers(self) -> dict[str, int]:
+    def merge_bytes_by_pointer(self) -> dict[str, int]:
         """Bytes by the names of the merge kernel's pointers."""
         lse = 4 * int(self.quantities["rows"])
         return {
@@ -138,16 +138,8 @@ class SplitTraffic:
 
     def __str__(self) -> str:
         formulas = _formulas(self.merges, self.quantities)
-        return "\n".join(
-            [
-                "bytes",
-                *(
-                    text
-                    for formula in formulas
-                    for text in printed_line(line_of(formula, self.quantities))
-                ),
-            ]
-        )
+        lines = (printed_line(line_of(formula, self.quantities)) for formula in formulas)
+        return "\n".join(["bytes", *chain(*lines)])
 
 
 def split_traffic(
@@ -173,7 +165,7 @@ def split_traffic(
     """
     counts: Counter[str] = Counter()
     for walk in walks:
-        _count(counts, plan, walk, box_rows, page_size, split=merge is not None)
+        _count(counts, plan, walk, box_rows, page_size, merges=merge is not None)
     quantities: dict[str, Number] = {
         "e": plan.itemsize,
         "e_out": plan.out_itemsize,
@@ -199,10 +191,8 @@ def _formulas(merges: bool, quantities: Mapping[str, Number]) -> tuple[Formula, 
     forward: tuple[Formula, ...] = OF_FORWARD
     bound = BOUND_BYTES
     if "one_tensor" in quantities:
-        forward, bound = (
-            OF_FORWARD_OF_ONE if quantities["value_rows"] else forward,
-            BOUND_BYTES_OF_ONE,
-        )
+        forward = OF_FORWARD_OF_ONE if quantities["value_rows"] else forward
+        bound = BOUND_BYTES_OF_ONE
     if "e_kv" in quantities:
         forward, bound = OF_FORWARD_ON_CODES, BOUND_BYTES_OF_CODES
     return (*forward, *(OF_MERGE if merges else ()), bound, OVER_BOUND)
@@ -215,18 +205,14 @@ def _count(
     box_rows: int,
     page_size: int,
     *,
-    split: bool,
+    merges: bool,
 ) -> None:
     """Adds the rows of one split to the counts of the launch, by the names of the quantities."""
     sizes, visited, _, before, _ = walk.split
     paged = page_size > 0
     walks = walks_of_head(plan, sizes, visited)
     block_walks = [walks, *(walks_of_head(plan, x.sizes, x.visited) for x in walk.others)]
-    reaching = [
-        index
-        for index, visited_tiles in enumerate(zip(*block_walks, strict=True))
-        if any(visited_tiles)
-    ]
+    reaching = [i for i, tiles in enumerate(zip(*block_walks, strict=True)) if any(tiles)]
     queries = rows_in(reaching, plan.queries_per_tile, sizes.seq_q, before)
     read_queries = queries  # whose Q is read: once for all splits of a block
     if plan.joins and not walk.writes:
@@ -240,7 +226,7 @@ def _count(
         pairs + sizes.batch * neighbours_of_heads(plan, sizes.heads_q)
     )
     if walk.writes:
-        counts["part_rows"] += pairs * (queries if split else sizes.seq_q)
+        counts["part_rows"] += pairs * (queries if merges else sizes.seq_q)
         counts["lse_rows"] += pairs * sizes.seq_q
         counts["merged_rows"] += pairs * (sizes.seq_q if walk.early else queries)
     counts["keys"] += sizes.batch * sizes.heads_kv * touched

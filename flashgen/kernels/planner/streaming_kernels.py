@@ -215,11 +215,7 @@ def _plan(
         **kernel_quantities,
     }
     FormulaSequence(*formulas)(quantities)
-    machine = (
-        f"M_sm {quantities['M_sm']:,} B, R {quantities['R']:,}"
-        if "M_sm" in quantities
-        else f"R {quantities['R']:,}"
-    )
+    shared = f"M_sm {quantities['M_sm']:,} B, " if "M_sm" in quantities else ""
     rates = f"; rates of {gpu.product}; " if "cost" in quantities else ". "
     optional_fields: dict[str, Any] = {"path": "sm_80", "block_q": 0, "block_k": 0} | fields
     return Plan(
@@ -239,7 +235,7 @@ def _plan(
         sink_bytes=int(quantities.get("logit", 0)),
         has_rows=spec.sums_weights,
         derivation=tuple(line_of(formula, quantities) for formula in formulas),
-        notes=(f"{arch}: {machine}{rates}{note}",),
+        notes=(f"{arch}: {shared}R {quantities['R']:,}{rates}{note}",),
         quantities=Quantities(quantities),
         **optional_fields,
     )

@@ -225,13 +225,11 @@ def problem_of(
         quantities |= spec_terms.moving_terms(spec, tangents)
     learned = spec_terms.added_by_scores(spec, kernel)
     by_tma = path.copies_by_tma
-    records_forward = by_tma and kernel == "forward"
     # Bits of a row of a served call depend on no other row: no tile is gathered for several rows.
-    gathers = (
-        records_forward or (by_tma and kernel in (*KEY_KERNELS, "dq"))
-    ) and not spec.is_served
+    gathers = by_tma and kernel in ("forward", "dq", *KEY_KERNELS) and not spec.is_served
     layout = spec.block_sparse if gathers else None
-    records = layout is not None or (records_forward and spec_terms.searches(spec))
+    searches = by_tma and kernel == "forward" and spec_terms.searches(spec)
+    records = layout is not None or searches
     row = row_interval(spec.mask, WalkedAxis(Q))
     strides = layout is not None and kernel in KEY_KERNELS
     strides = strides and row is not None and None in (row.lo, row.hi)

@@ -367,7 +367,7 @@ class _MainLoop(NamedTuple):
         tiles = -(-owned[1] // owned[0])
         reaching = (index for index in range(tiles) if any(map(len, walks[index::tiles])))
         times = sizes.batch * sizes.heads_q * tiles // len(walks)  # repetitions of these walks
-        steps = sum(plan.steps_of(len(tiles_of_walk)) for tiles_of_walk in walks)
+        steps = sum(plan.steps_of(len(walk)) for walk in walks)
         return _MainLoop(
             tiles,
             rows_in(reaching, *owned),

@@ -118,8 +118,8 @@ def heads_of(
     """The heads of a launch: all together, by batch entry, or one by one; [] without heads.
 
     Args:
-        ragged_last: whether always the last tile of queries lacks some, as in
-            earlier kernels, which have records.
+        ragged_last: whether it is always the last tile of queries that lacks some, as in earlier
+            kernels, of which there are records.
     """
     spec, p, captured = call
     if not p.batch * p.heads_q:
@@ -217,9 +217,9 @@ def in_pairs(visits: list[Visit]) -> list[Visit]:
     paired = []
     for index, visit in enumerate(visits):
         pair = visits[index // 2 * 2 :][:2]
-        reaching = [reached for reached in pair if reached.first < reached.end]
-        first = min((reached.first for reached in reaching), default=visit.first)
-        end = max((reached.end for reached in reaching), default=visit.end)
+        reaching = [one for one in pair if one.first < one.end]
+        first = min((one.first for one in reaching), default=visit.first)
+        end = max((one.end for one in reaching), default=visit.end)
         paired.append(replace(visit, first=first, end=end, tiles=list(range(first, end))))
     return paired
 
@@ -227,8 +227,8 @@ def in_pairs(visits: list[Visit]) -> list[Visit]:
 def visits_of(walk: TileWalk, listed: ListedBlocks | None) -> list[Visit]:
     """For each tile that a block owns, the tiles that its main loop visits.
 
-    They are the tiles within the reach, a range. Where the reach is not exact, tiles without a kept
-    score are left out; with a block-sparse layout, tiles without a live block.
+    They are the tiles within the reach, a range. Where the reach is not exact, tiles that can have
+    no kept score are left out; with a block-sparse layout, tiles without a live block.
     """
     mask, walked = walk.mask, walk.walked
     visits = []

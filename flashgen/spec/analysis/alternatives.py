@@ -93,11 +93,9 @@ def _merged_pair(loose: sympy.Basic, strict: sympy.Basic) -> sympy.Basic | None:
     if not isinstance(loose, sympy.And) or not isinstance(strict, sympy.And):
         return None
     only_loose, only_strict = set(loose.args) - set(strict.args), set(strict.args) - set(loose.args)
-    if (
-        len(only_loose) != 2
-        or len(only_strict) != 2
-        or not all(isinstance(c, Relational) for c in only_loose)
-    ):
+    if len(only_loose) != 2 or len(only_strict) != 2:
+        return None
+    if not all(isinstance(c, Relational) for c in only_loose):
         return None
     for compared in only_loose:
         (condition,) = only_loose - {compared}

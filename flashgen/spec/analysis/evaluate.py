@@ -187,10 +187,8 @@ def _recorded(record: type[FloatFunction]) -> Callable[..., Any]:
     def number(*args: float) -> float:
         return _real(lambda: function(*args), -math.inf if args == (pole,) else math.nan)
 
-    evaluation: Callable[..., Any] = _either(
-        number, array or np.vectorize(function, otypes=[float])
-    )
-    return evaluation
+    rule: Callable[..., Any] = _either(number, array or np.vectorize(function, otypes=[float]))
+    return rule
 
 
 def _by_nonzero(divide: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

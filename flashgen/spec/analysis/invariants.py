@@ -96,10 +96,7 @@ class LeveledCode:
 
     def values(self, level: Level) -> list[sympy.Symbol]:
         """The shared lets of a level, in order."""
-        levels = self.levels.items()
-        return [
-            symbol for symbol, let_level in levels if symbol in self.shared and let_level == level
-        ]
+        return [let for let in self.levels if let in self.shared and self.levels[let] == level]
 
     def needed(self, level: Level, result: int | None = None) -> list[sympy.Symbol]:
         """The lets that the code of a level computes, in order, without earlier shared lets.

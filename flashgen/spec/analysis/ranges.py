@@ -346,8 +346,8 @@ def _bits(expr: sympy.Expr, parts: list[Range]) -> Range:
         lo, hi = (expr.func(*bits) for bits in zip(*known_bits, strict=True))
     elif isinstance(expr, BitXor):
         different = BitOr(*(BitXor(*bits) for bits in known_bits))
-        lowest = BitXor(*(bits[0] for bits in known_bits))
-        lo, hi = BitAnd(lowest, -1 - different), BitOr(lowest, different)
+        one_value = BitXor(*(bits[0] for bits in known_bits))
+        lo, hi = BitAnd(one_value, -1 - different), BitOr(one_value, different)
     else:
         return everything
     if limits(hi)[0] >= 0 or limits(lo)[1] < 0:

@@ -49,7 +49,8 @@ class FloatRelation:
 
     @property
     def negated(self) -> sympy.Basic:
-        """The condition that the comparison is false; no other comparison is, because of NaN."""
+        """The condition that the comparison is false. The opposite comparison is another condition:
+        where a side is NaN, both are false."""
         return _Negation(self)
 
     @property

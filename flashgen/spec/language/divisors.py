@@ -114,9 +114,8 @@ def divisions_by_zero(expr: sympy.Basic) -> list[tuple[sympy.Expr, sympy.Basic]]
             if isinstance(part, sympy.And):
                 visit(arg, sympy.And(guard, *map(_call_condition, others)))
             elif isinstance(part, sympy.Or):
-                visit(
-                    arg, sympy.And(guard, *(_call_condition(sympy.Not(other)) for other in others))
-                )
+                negated = map(sympy.Not, others)
+                visit(arg, sympy.And(guard, *map(_call_condition, negated)))
             else:
                 visit(arg, guard)
         if isinstance(part, FloorDiv | FloorMod) and _may_divide_by_zero(part):

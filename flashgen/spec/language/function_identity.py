@@ -51,12 +51,8 @@ def outside(function: Any) -> Hashable:
     """The data attributes of the user's classes and modules that a function can reach."""
     _, objects = _pickled(function)
     owners = [owner for owner in objects if isinstance(owner, type | types.ModuleType)]
-    named = {
-        name
-        for code in objects
-        if isinstance(code, types.CodeType)
-        for name in _names_in_code(code)
-    }
+    codes = [code for code in objects if isinstance(code, types.CodeType)]
+    named = set[str]().union(*map(_names_in_code, codes))
     attributes: list[Hashable] = []
     for owner in owners:
         for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
@@ -247,10 +243,8 @@ def _reached_values(function: types.FunctionType) -> tuple[tuple[Any, ...], dict
     """The values in a function's closure, and the values of its module that it names."""
     cells = tuple(map(_content, function.__closure__ or ()))
     module_values = function.__globals__
-    return cells, {
-        name: module_values[name]
-        for name in sorted(_names_in_code(function.__code__) & module_values.keys())
-    }
+    names = sorted(_names_in_code(function.__code__) & module_values.keys())
+    return cells, {name: module_values[name] for name in names}
 
 
 def _content(cell: types.CellType) -> Any:

@@ -232,12 +232,9 @@ class AttentionSpec:
         layout_tensors = () if sparse is None else sparse.tensors
         modified = SCORE if score is None else score.expr
         weight_expr = SCORE if weight is None else weight.expr
-        divisor_option = self.normalize
-        divided = (
-            FloatQuotient(weight_expr, element_of_row(divisor_option))
-            if isinstance(divisor_option, Tensor)
-            else weight_expr
-        )
+        divided = weight_expr
+        if isinstance(self.normalize, Tensor):
+            divided = FloatQuotient(weight_expr, element_of_row(self.normalize))
         derived: dict[str, Any] = {
             "mask": sympy.true if mask is None else mask.expr,
             "score": modified if self.is_softmax else weighed(modified, divided),
@@ -500,9 +497,8 @@ def _raise_all(mistakes: list[SpecError]) -> None:
         raise mistakes[0]
     if mistakes:
         raise SpecError(
-            f"{len(mistakes)} mistakes in one spec: "
-            + "; ".join(mistake.what for mistake in mistakes),
-            where="\n".join(mistake.where for mistake in mistakes),
-            numbers="\n".join(mistake.numbers for mistake in mistakes),
-            way_out="\n".join(mistake.way_out for mistake in mistakes),
+            f"{len(mistakes)} mistakes in one spec: " + "; ".join(error.what for error in mistakes),
+            where="\n".join(error.where for error in mistakes),
+            numbers="\n".join(error.numbers for error in mistakes),
+            way_out="\n".join(error.way_out for error in mistakes),
         )

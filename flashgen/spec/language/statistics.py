@@ -112,9 +112,7 @@ def statistics_of(option: object) -> tuple[tuple[str, Statistic], ...]:
     if not isinstance(pairs, tuple) or not all(map(_is_named, pairs)):
         kinds = type(option).__name__
         if isinstance(option, Mapping):
-            kinds = ", ".join(
-                f"{name!r}: {type(statistic).__name__}" for name, statistic in option.items()
-            )
+            kinds = ", ".join(f"{name!r}: {type(x).__name__}" for name, x in option.items())
         refuse(
             "statistics are named sums or maxima of functions",
             numbers=f"given {kinds:.100}; names have at most {MOST_LETTERS} letters of ASCII, "

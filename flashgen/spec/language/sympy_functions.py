@@ -295,19 +295,17 @@ class Maximum(_Extremum):
 
 
 class _Rounding(RealFunction):
-    """A function to integers, which ``to_integer`` computes for a fraction. Its derivative is 0."""
+    """A function to integers, whose value for a fraction is ``compute``. Its derivative is 0."""
 
     nargs = (1,)
     slope = staticmethod(lambda x: sympy.S.Zero)
-    to_integer: Callable[[Fraction], int]
+    compute: Callable[[Fraction], int]
 
     @classmethod
     def eval(cls, x: sympy.Expr) -> sympy.Expr | None:
         if is_int(x):
             return x
-        return (
-            sympy.Integer(cls.to_integer(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
-        )
+        return sympy.Integer(cls.compute(Fraction(int(x.p), int(x.q)))) if x.is_Rational else None
 
     def _eval_is_integer(self) -> Any:
         return self.args[0].is_real
@@ -317,14 +315,14 @@ class Floor(_Rounding):
     """Round down."""
 
     form = staticmethod(sympy.floor)
-    to_integer = staticmethod(floor)
+    compute = staticmethod(floor)
 
 
 class Round(_Rounding):
     """Round to the nearest integer, halves to the even one."""
 
     form = staticmethod(lambda x: sympy.Integer(round(x)))
-    to_integer = staticmethod(round)
+    compute = staticmethod(round)
 
 
 class Select(RealFunction):

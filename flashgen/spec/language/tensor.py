@@ -217,15 +217,11 @@ def random_state() -> Tensor:
 
 def _has_integer_values(expr: sympy.Expr) -> bool:
     """Whether a number has no fraction, computed in integers or in floats."""
-    integer_lets: dict[sympy.Basic, sympy.Basic] = {}
+    whole: dict[sympy.Basic, sympy.Basic] = {}
     for let in lets_of(expr):
-        if (
-            not is_condition(let)
-            and not is_int(let)
-            and replaced(let.value, integer_lets).is_integer
-        ):
-            integer_lets[let] = _WHOLE
-    return bool(replaced(expr, integer_lets).is_integer)
+        if not is_condition(let) and not is_int(let) and replaced(let.value, whole).is_integer:
+            whole[let] = _WHOLE
+    return bool(replaced(expr, whole).is_integer)
 
 
 _WHOLE = Floor(sympy.Dummy(real=True))

@@ -233,10 +233,8 @@ def as_expr(value: object) -> sympy.Basic:
     if is_bool(value):
         return sympy.true if value else sympy.false
     if isinstance(value, numbers.Integral):
-        integer = int(value)
-        return (
-            sympy.Integer(integer) if abs(integer) <= FLOAT32_MAX else _literal(_nearest(integer))
-        )
+        whole = int(value)
+        return sympy.Integer(whole) if abs(whole) <= FLOAT32_MAX else _literal(_nearest(whole))
     if isinstance(value, numbers.Rational | Fraction):
         if max(abs(int(value.numerator)), int(value.denominator)) > _LARGEST_EXACT:
             return _literal(_nearest(value))

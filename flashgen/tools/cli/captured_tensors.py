@@ -128,7 +128,7 @@ def tensor_values(
     if spec.block_sparse is not None:
         # Made below, the lists of a layout from the live blocks.
         derived_names += LISTS if spec.chooses else LAYOUT_LISTS
-    needed, greatest_elements = _needed(spec, lengths, scalars or {})
+    needed, highest = _needed(spec, lengths, scalars or {})
     for tensor in spec.tensors:
         if tensor.name in derived_names:
             continue
@@ -138,11 +138,7 @@ def tensor_values(
         elif value is None:
             dims = [needed.get(dim, dim) for dim in _dims(spec, tensor, lengths)]
             value = _random(
-                tensor,
-                dims,
-                lengths,
-                greatest_elements.get(tensor.name, max(lengths.seq_k, 1)),
-                generator,
+                tensor, dims, lengths, highest.get(tensor.name, max(lengths.seq_k, 1)), generator
             )
         dtype = getattr(torch, tensor.dtype)
         try:
@@ -201,18 +197,16 @@ def _needed(
         for element in elements_of(spec.mask, spec.score)
         for dim, index in zip(dims.get(element.tensor, ()), element.indices, strict=False)
     ]
-    greatest_elements: dict[str, int] = {}
+    highest: dict[str, int] = {}
     for _, dim, index in reads:
         length = dim if isinstance(dim, int) else getattr(lengths, dim, None)
         if isinstance(index, Element) and length is not None:
             name = index.tensor.name
-            greatest_elements[name] = min(
-                greatest_elements.get(name, lengths.seq_k), max(length, 1) - 1
-            )
+            highest[name] = min(highest.get(name, lengths.seq_k), max(length, 1) - 1)
     memo: dict[Any, Limits] = {}
     for element, _, _ in reads:
         if element.tensor.is_integer:
-            greatest = greatest_elements.get(element.tensor.name, max(lengths.seq_k, 1))
+            greatest = highest.get(element.tensor.name, max(lengths.seq_k, 1))
             memo[element] = max(element.limits[0], 0), min(element.limits[1], greatest)
     needed: dict[str | int, int] = {}
     for _, dim, index in reads:
@@ -222,15 +216,11 @@ def _needed(
             except TypeError:  # an index that is made of floats
                 length = OWN_LENGTH
             needed[dim] = max(needed.get(dim, OWN_LENGTH), min(length, MOST_OWN))
-    return needed, greatest_elements
+    return needed, highest
 
 
 def _random(
-    tensor: Capture,
-    dims: Sequence[str | int],
-    lengths: Lengths,
-    greatest: int,
-    generator: Generator,
+    tensor: Capture, dims: Sequence[str | int], lengths: Lengths, highest: int, generator: Generator
 ) -> Tensor:
     import torch
 
@@ -240,7 +230,7 @@ def _random(
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator) * _FLOAT_FACTOR
-    high = min(greatest, torch.iinfo(dtype).max)
+    high = min(highest, torch.iinfo(dtype).max)
     return torch.randint(high + 1, shape, generator=generator)
 
 

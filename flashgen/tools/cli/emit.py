@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import typer
@@ -38,11 +39,7 @@ def emit(arguments: EmitArguments) -> None:
     if arguments.specs:
         archs = arguments.archs or (arch_of(None),)
         sources = _sources(arguments.specs, archs, arguments.sram)
-        files = {
-            source.filename: source.text
-            for spec_sources in sources.values()
-            for source in spec_sources
-        }
+        files = {source.filename: source.text for source in chain(*sources.values())}
         for path in sources:
             for arch in archs:
                 for chosen in paths_of_layout(load(path), arch):

@@ -88,10 +88,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _command(arguments: ExportArguments, path: str, folder: Path, archs: tuple[str, ...]) -> str:
     """The command that makes an export again, with the options that were given."""
-    shown = [
-        Path(path_or_folder).name if Path(path_or_folder).is_absolute() else str(path_or_folder)
-        for path_or_folder in (path, folder)
-    ]
+    shown = [Path(x).name if Path(x).is_absolute() else str(x) for x in (path, folder)]
     parts = ["flashgen", "export", shown[0], "-o", shown[1], "--arch", ",".join(archs)]
     parts += chain.from_iterable(options_of(arguments))
     parts += ["--backward"] if arguments.backward else []
@@ -108,10 +105,7 @@ def shell_word(text: str) -> str:
     if text.isprintable():
         return shlex.quote(text)
     names = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    shown = [
-        names.get(character) or (character if character.isprintable() else _escape(character))
-        for character in text
-    ]
+    shown = [names.get(c) or (c if c.isprintable() else _escape(c)) for c in text]
     return f"$'{''.join(shown)}'"
 
 

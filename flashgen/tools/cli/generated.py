@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from flashgen.kernels.codegen import Source
@@ -40,9 +41,7 @@ def contents(folder: Path, sources: Mapping[str, Sequence[Source]]) -> dict[str,
     Raises:
         RenderError: README.md links to a file of the gallery that no spec emits.
     """
-    kernels = {
-        source.filename: source for spec_sources in sources.values() for source in spec_sources
-    }
+    kernels = {source.filename: source for source in chain(*sources.values())}
     files = {f"gallery/{name}": kernels[name].text for name in _gallery(folder, kernels)}
     for path, emitted in sources.items():
         files[f"specs/{Path(path).stem}.cuh"] = spec_sections(path, emitted)

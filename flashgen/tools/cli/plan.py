@@ -85,14 +85,14 @@ def plan(arguments: PlanArguments) -> None:
     if arguments.certify:
         from flashgen.kernels.planner.proofs import certify
 
-        for proof in certify(
+        for certificate in certify(
             spec,
             arch,
             sram=sram,
             policy=arguments.policy,
             deterministic=arguments.deterministic,
         ):
-            write(f"\n{proof}")
+            write(f"\n{certificate}")
 
 
 def write_summary(plans: Sequence[Plan]) -> None:
@@ -185,14 +185,14 @@ def _predict(
         from flashgen.tools.cli.tune import known_call
         from flashgen.tools.tune.rank import predicted
     example = CallArguments(path=arguments.path, scalars=arguments.scalars)
-    checked_call = known_call(spec, random_call(spec, example, sizes))
+    known = known_call(spec, random_call(spec, example, sizes))
     plans_of_call = []
     for planned in plans:
         if planned.kernel == "forward":
-            heads = heads_of_call(spec, planned, checked_call.problem, checked_call.captured)
+            heads = heads_of_call(spec, planned, known.problem, known.captured)
             if heads.reason:
                 write(f"\nheads_per_tile  {heads.heads}  {heads.reason}")
-            size = split_of_call(spec, planned.arch, checked_call.problem)
+            size = split_of_call(spec, planned.arch, known.problem)
             if size:
                 write(
                     f"\nsplit_size  {size:,}, by the plan: --decode shows the launches of a call "
@@ -211,9 +211,9 @@ def _predict(
                 )
                 write(f"\n{planned}")
             if planned.is_persistent:
-                write(f"\n{blocks_of_call(planned, checked_call.problem, packed=spec.packed)}")
+                write(f"\n{blocks_of_call(planned, known.problem, packed=spec.packed)}")
         plans_of_call.append(planned)
-    durations = predicted(checked_call, plans_of_call)
+    durations = predicted(known, plans_of_call)
     for duration in durations:
         write(f"\n{duration}")
     parts = cost_of_parts(durations, LaunchSizes(*astuple(sizes)))

@@ -91,9 +91,7 @@ def _check_companions(values: dict[str, Any], arguments_type: type[Any]) -> None
         if field.name not in changed_flags or named is None:
             continue
         needed = named[1].split(" or ")
-        if not any(
-            set(alternative.split(" and ")) <= set(changed_flags.values()) for alternative in needed
-        ):
+        if not any(set(x.split(" and ")) <= set(changed_flags.values()) for x in needed):
             value = values[field.name]
             words = value if isinstance(value, tuple) else () if value is True else (value,)
             raise InputError(
@@ -188,11 +186,7 @@ def _options(
 def _flag(field: str, option: OptionInfo | ArgumentInfo) -> str:
     """The long name of an option; typer takes the first one that is given for a default."""
     declarations = (option.default, *(option.param_decls or ()))
-    named = [
-        declaration
-        for declaration in declarations
-        if isinstance(declaration, str) and declaration.startswith("--")
-    ]
+    named = [x for x in declarations if isinstance(x, str) and x.startswith("--")]
     return named[0] if named else f"--{field.replace('_', '-')}"
 
 

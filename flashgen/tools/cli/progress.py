@@ -68,7 +68,7 @@ def expected_work(
     columns = columns_of_launch(spec, arch, kind, tangents=moving, sram=arguments.sram).columns
     if columns != spec.head_dim_v:
         return 0
-    checked_call = known_call(spec, call)
+    known = known_call(spec, call)
     plans: Sequence[Plan]
     if which == "tangent":
         plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, arguments.sram)),)
@@ -77,9 +77,9 @@ def expected_work(
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels
     else:
         one_head = plan(spec, arch, sram=arguments.sram)
-        heads = heads_of_call(spec, one_head, checked_call.problem, checked_call.captured).heads
+        heads = heads_of_call(spec, one_head, known.problem, known.captured).heads
         plans = (replace(one_head, heads_per_tile=heads),)
-    return expected_multiply_adds(checked_call, plans)
+    return expected_multiply_adds(known, plans)
 
 
 @contextmanager

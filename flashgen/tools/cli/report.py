@@ -44,20 +44,15 @@ MOST_OPERANDS = 2e8
 def report(arguments: ReportArguments) -> None:
     """Executes a call, or two, and writes the page."""
     check_file(arguments.output, "--output")
-    arguments_of_sides = _sides(arguments)
-    specs = [
-        changed_spec(side_arguments.path, side_arguments) for side_arguments in arguments_of_sides
-    ]
+    by_side = _sides(arguments)
+    specs = [changed_spec(options.path, options) for options in by_side]
     sizes = sizes_of(arguments, arguments.shape, *specs)
     if arguments.predict is not None:
         parse_shape(arguments.predict, "--predict")
     with busy("loading torch"):
         from flashgen.tools.views.render import html_of
         from flashgen.tools.views.values import Page
-    sides = [
-        _side(spec, side_arguments, sizes)
-        for spec, side_arguments in zip(specs, arguments_of_sides, strict=True)
-    ]
+    sides = [_side(spec, options, sizes) for spec, options in zip(specs, by_side, strict=True)]
     title = " and ".join(dict.fromkeys(side.title for side in sides))
     with busy("writing the page"):
         text = html_of(Page(f"flashgen report: {title}", tuple(sides)))
@@ -196,13 +191,13 @@ def _predicted(side: Side, spec: AttentionSpec, arguments: ReportArguments, shap
             numbers=f"{sizes}; the kernel has {shared} query heads per tile",
             way_out="as many query heads per key head as in --shape",
         )
-    checked_call = known_call(spec, random_call(spec, arguments, sizes))
+    known = known_call(spec, random_call(spec, arguments, sizes))
     plans, cost = [pane.plan for pane in panes], ""
     if any(planned.kernel == "fused" and planned.divides_groups for planned in plans):
         plans_of_call = plan_backward_of_call(spec, plans[0].arch, astuple(sizes)).kernels
-        cost = cost_of_parts(predicted(checked_call, plans_of_call), LaunchSizes(*astuple(sizes)))
+        cost = cost_of_parts(predicted(known, plans_of_call), LaunchSizes(*astuple(sizes)))
         plans = [replace(x, in_parts=bool(cost)) if x.kernel == "fused" else x for x in plans]
-    durations = predicted(checked_call, plans)
+    durations = predicted(known, plans)
     new_panes = {
         pane.title: with_duration(pane, duration, f"{sizes}", cost * (pane.plan.kernel == "fused"))
         for pane, duration in zip(panes, durations, strict=False)

@@ -43,9 +43,7 @@ def run(arguments: RunArguments) -> None:
     backend, why = choose_backend(arguments.backend)
     orders = _orders(arguments, backend)
     in_emulator = backend.startswith("emulator")
-    where_it_runs = (
-        "in the emulator" if in_emulator else "on the GPU" if backend == "gpu" else "on the CPU"
-    )
+    where = "in the emulator" if in_emulator else "on the GPU" if backend == "gpu" else "on the CPU"
     call = random_call(
         spec,
         arguments,
@@ -74,7 +72,7 @@ def run(arguments: RunArguments) -> None:
     for order in orders:
         run_options["order_seed"] = order
         suffix = f", order {order}" if len(orders) > 1 else ""
-        message = f"{spec.name}: compiling, then running {sizes} {where_it_runs}{suffix}"
+        message = f"{spec.name}: compiling, then running {sizes} {where}{suffix}"
         with emulated(message, partial(expected_work, spec, call, arguments)):
             result = forward()
             if not results_of_orders:
@@ -85,9 +83,7 @@ def run(arguments: RunArguments) -> None:
                 order_verdicts |= judge_of(spec, call, "forward")(result)
         derivatives: list[Derivatives] = []
         for which in _more_passes(arguments):
-            message = (
-                f"{spec.name}: compiling, then running the {which} pass {where_it_runs}{suffix}"
-            )
+            message = f"{spec.name}: compiling, then running the {which} pass {where}{suffix}"
             derivative = derivative_of(spec, call, result, which, **run_options)
             with emulated(message, partial(expected_work, spec, call, arguments, which)):
                 derivatives.append(derivative())

@@ -55,8 +55,8 @@ def tune(arguments: TuneArguments) -> None:
         from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
-    checked_call = known_call(spec, call)
-    if which == "forward" and split_of_call(spec, arch, checked_call.problem):
+    known = known_call(spec, call)
+    if which == "forward" and split_of_call(spec, arch, known.problem):
         raise InputError(
             "tuned tiles do not apply to calls with split keys",
             where="option --shape",
@@ -65,8 +65,8 @@ def tune(arguments: TuneArguments) -> None:
             way_out="flashgen plan --decode, which shows the tile; or a shape with more queries",
         )
     with busy(f"{spec.name}: ranking the tiles that fit"):
-        choices = rank(checked_call, arch, which=which, sram=arguments.sram)
-    planners_choice = derived(spec, arch, which, choices, arguments.sram)
+        choices = rank(known, arch, which=which, sram=arguments.sram)
+    planned = derived(spec, arch, which, choices, arguments.sram)
     unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
     print_rows(
         [
@@ -78,16 +78,13 @@ def tune(arguments: TuneArguments) -> None:
     )
     say()
     if reason:
-        _show_best(choices, planners_choice)
-        _show_ranked(choices, planners_choice, arguments.show)
+        _show_best(choices, planned)
+        _show_ranked(choices, planned, arguments.show)
         for duration in choices[0].durations:
             say(f"\n{duration}")
         say(f"\nranked by the model, not measured: {reason}")
         return
-    tried = [
-        planners_choice,
-        *(choice for choice in choices[: arguments.most] if choice is not planners_choice),
-    ]
+    tried = [planned, *(choice for choice in choices[: arguments.most] if choice is not planned)]
     small = Shape(1, sizes.heads_q, sizes.heads_kv, SMALL_SEQ, SMALL_SEQ)
     small_call = random_call(spec, arguments, small, device="cuda")
     run_options = {"backend": "gpu", "arch": arch}
@@ -95,8 +92,8 @@ def tune(arguments: TuneArguments) -> None:
         candidates = checked(tried, spec, small_call, which, **run_options)
     with busy(f"{spec.name}: measuring"):
         measured = fastest(candidates, on_gpu, spec, call, which, **run_options)
-    _show_measured(measured, planners_choice)
-    _keep(measured, planners_choice, checked_call, arch, which)
+    _show_measured(measured, planned)
+    _keep(measured, planned, known, arch, which)
 
 
 def _pass(arguments: TuneArguments) -> str:
@@ -113,16 +110,16 @@ def _target(arguments: TuneArguments) -> tuple[str, str, str]:
     """The architecture, the device of the tensors, and why a measurement is impossible, or ""."""
     from flashgen.calls.trust import decide
 
-    option = arguments.arch or config.arch()
+    arch = arguments.arch or config.arch()
     backend, why = choose_backend(None)
     if backend != "gpu":
-        return option or DEFAULT_ARCH, "cpu", why
+        return arch or DEFAULT_ARCH, "cpu", why
     runs = paths_of(launch.device_arch(0))
-    if option is not None and option not in runs:
-        return option, "cpu", f"the GPU here is {why}, {' or '.join(runs)}"
+    if arch is not None and arch not in runs:
+        return arch, "cpu", f"the GPU here is {why}, {' or '.join(runs)}"
     if arguments.sram is not None:
-        return option or runs[0], "cpu", "--sram plans for another machine than this one"
-    return option or decide(0).arch, "cuda", ""
+        return arch or runs[0], "cpu", "--sram plans for another machine than this one"
+    return arch or decide(0).arch, "cuda", ""
 
 
 def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
@@ -137,39 +134,34 @@ def known_call(spec: AttentionSpec, call: RandomCall) -> KnownCall:
     return KnownCall(spec, problem, {name: array(tensor) for name, tensor in tensors})
 
 
-def _show_best(choices: tuple[TileChoice, ...], planners_choice: TileChoice) -> None:
+def _show_best(choices: tuple[TileChoice, ...], planned: TileChoice) -> None:
     """Prints the best choice, the planner's and how far apart they are, in three lines."""
     best = choices[0]
     say(f"best for this shape: {_tiles(best.plans)}")
-    say(f"for all shapes the planner takes: {_tiles(planners_choice.plans)}")
-    gain = planners_choice.seconds / best.seconds - 1
-    if best is planners_choice or not gain > 0:
+    say(f"for all shapes the planner takes: {_tiles(planned.plans)}")
+    gain = planned.seconds / best.seconds - 1
+    if best is planned or not gain > 0:
         say("they are the same by the model: tuning this shape gains nothing")
     else:
         say(f"the model predicts that the best takes {100 * gain / (1 + gain):.1f} % less time")
     say()
 
 
-def _show_ranked(choices: tuple[TileChoice, ...], planners_choice: TileChoice, most: int) -> None:
+def _show_ranked(choices: tuple[TileChoice, ...], planned: TileChoice, most: int) -> None:
     """Prints the best choices, and the planner's own choice whatever its rank."""
     listing(
         ("rank", "kernels and tiles", "predicted", ""),
         [
-            (
-                str(position),
-                _tiles(choice.plans),
-                _predicted(choice),
-                _whose(choice, planners_choice),
-            )
+            (str(position), _tiles(choice.plans), _predicted(choice), _whose(choice, planned))
             for position, choice in enumerate(choices, 1)
-            if position <= most or choice is planners_choice
+            if position <= most or choice is planned
         ],
         ("rank", "predicted"),
     )
 
 
-def _whose(choice: TileChoice, planners_choice: TileChoice) -> str:
-    return "the planner's, for all shapes" if choice is planners_choice else ""
+def _whose(choice: TileChoice, planned: TileChoice) -> str:
+    return "the planner's, for all shapes" if choice is planned else ""
 
 
 def _predicted(choice: TileChoice) -> str:
@@ -198,11 +190,7 @@ def _sharing(plan: Plan) -> str:
 
 
 def _keep(
-    measured: list[Measured],
-    planners_choice: TileChoice,
-    checked_call: KnownCall,
-    arch: str,
-    which: str,
+    measured: list[Measured], planned: TileChoice, known: KnownCall, arch: str, which: str
 ) -> None:
     """Writes the winner to the cache, for later calls of this kind."""
     from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, tiles_file, write
@@ -216,15 +204,15 @@ def _keep(
         say("\nno tile is kept: FLASHGEN_CACHE_DIR is off, or not this user's alone")
         return
     planners_seconds = next(
-        (candidate.seconds for candidate in measured if candidate.choice is planners_choice), None
+        (candidate.seconds for candidate in measured if candidate.choice is planned), None
     )
-    path = tiles_file(root, gpu_name(0), checked_call.spec, arch, which, checked_call.problem)
+    path = tiles_file(root, gpu_name(0), known.spec, arch, which, known.problem)
     record = Winner(winner.choice.tiles, winner.seconds, planners_seconds or 0.0)
     if write(path, record):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")
 
 
-def _show_measured(measured: list[Measured], planners_choice: TileChoice) -> None:
+def _show_measured(measured: list[Measured], planned: TileChoice) -> None:
     listing(
         ("kernels and tiles", "predicted", "measured", ""),
         [
@@ -232,7 +220,7 @@ def _show_measured(measured: list[Measured], planners_choice: TileChoice) -> Non
                 _tiles(candidate.choice.plans),
                 _predicted(candidate.choice),
                 seconds(candidate.seconds) if candidate.seconds is not None else candidate.refused,
-                _whose(candidate.choice, planners_choice),
+                _whose(candidate.choice, planned),
             )
             for candidate in measured
         ],

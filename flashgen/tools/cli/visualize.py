@@ -25,11 +25,11 @@ def visualize(arguments: VisualizeArguments) -> None:
     sizes = parse_shape(arguments.shape)
     tile = None if arguments.tile is None else parse_tile(arguments.tile)
     offsets = {"q_offset": arguments.q_offset, "k_offset": arguments.k_offset}
-    value_spec = spec
+    contiguous = spec
     if spec.paged:  # one sequence, whose queries are the last positions
-        value_spec = spec.replace(paged=False, kv_dtype=None)
+        contiguous = spec.replace(paged=False, kv_dtype=None)
         offsets["q_offset"] = offsets["q_offset"] or sizes.seq_k - sizes.seq_q
-    scalars, tensors = captures_of(value_spec, arguments, sizes, **offsets)
+    scalars, tensors = captures_of(contiguous, arguments, sizes, **offsets)
     from flashgen.tools.views.visualize import visualize as map_of
 
     tile_map = map_of(

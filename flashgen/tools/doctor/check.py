@@ -141,15 +141,11 @@ def _runs(problem: Problem, inputs: Inputs, arch: str, first: ForwardRun | None 
 def _on_cpu(runs: Runs) -> Runs:
     """The runs with their tensors on the CPU, which waits for the device."""
 
-    def report(launch_report: Report) -> Report:
-        return (
-            launch_report
-            if launch_report.table is None
-            else replace(launch_report, table=launch_report.table.cpu())
-        )
+    def with_table(report: Report) -> Report:
+        return report if report.table is None else replace(report, table=report.table.cpu())
 
     forward, backward = runs.forward, runs.backward
-    main = replace(forward.report, tables=tuple(map(report, forward.report.tables)))
+    main = replace(forward.report, tables=tuple(map(with_table, forward.report.tables)))
     return Runs(
         replace(forward, out=forward.out.cpu(), lse=forward.lse.cpu(), report=main),
         replace(
@@ -158,7 +154,7 @@ def _on_cpu(runs: Runs) -> Runs:
             dk=backward.dk.cpu(),
             dv=backward.dv.cpu(),
             captured=tuple(gradient.cpu() for gradient in backward.captured),
-            reports=tuple(map(report, backward.reports)),
+            reports=tuple(map(with_table, backward.reports)),
         ),
     )
 

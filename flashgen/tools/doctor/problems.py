@@ -107,10 +107,8 @@ class Problem:
         }
         if self.dropout_p:
             options |= {"dropout_p": self.dropout_p, "rng": torch.tensor(RNG, device=device)}
-        on_device = [tensor.to(device) for tensor in (q, k, v, dout, dlse)]
-        return Inputs(
-            (on_device[0], on_device[1], on_device[2]), (on_device[3], on_device[4]), options
-        )
+        q, k, v, dout, dlse = (tensor.to(device) for tensor in (q, k, v, dout, dlse))
+        return Inputs((q, k, v), (dout, dlse), options)
 
 
 def _poison(rows: Tensor, ends: list[int], other_ends: list[int]) -> None:

@@ -39,21 +39,19 @@ def bytes_of_layout(plan: Plan, heads: Iterable[AlikeHeads], *, by_rows: bool) -
     """
     counts = entries = blocks = 0
     searching, _ = _searching_warps(plan)
-    for head_group in heads:
-        if head_group.walk is None or head_group.listed is None or head_group.visits is None:
+    for alike in heads:
+        if alike.walk is None or alike.listed is None or alike.visits is None:
             return {}
-        pairs = head_group.batch * head_group.heads_q * plan.walks
+        pairs = alike.batch * alike.heads_q * plan.walks
         times = pairs // plan.heads_per_tile
-        for visit in head_group.visits:
-            reads = _reads_of_lists(head_group.walk, plan, head_group.listed, visit)
+        for visit in alike.visits:
+            reads = _reads_of_lists(alike.walk, plan, alike.listed, visit)
             counts += times * searching * sum(lines for lines, _ in reads)
             entries += times * searching * sum(entries_read for _, entries_read in reads)
             if plan.gathers:
-                blocks += times * _reads_of_boxes(head_group.walk, plan, head_group.listed, visit)
+                blocks += times * _reads_of_boxes(alike.walk, plan, alike.listed, visit)
                 continue
-            by_warps, by_lanes = _reads_of_tiles(
-                head_group.walk, plan, head_group.listed, visit, by_rows
-            )
+            by_warps, by_lanes = _reads_of_tiles(alike.walk, plan, alike.listed, visit, by_rows)
             blocks += times * by_warps + pairs * by_lanes
     if plan.is_persistent:
         # The search that ends a tile of boxes is repeated for the next.
@@ -212,11 +210,8 @@ def _unmasked_elements(walk: TileWalk, plan: Plan, visit: Visit, tile: int) -> i
     owned_positions = np.arange(visit.start, stop) + owned.offset
     if walk.mask.always:
         return len(walked_positions) * len(owned_positions)
-    q, k = (
-        (walked_positions, owned_positions)
-        if plan.owns_keys
-        else (owned_positions, walked_positions)
-    )
+    positions = owned_positions, walked_positions
+    q, k = positions[::-1] if plan.owns_keys else positions
     with np.errstate(all="ignore"):
         keeps = evaluate(walk.mask.expr, {**walk.env, Q: q[:, None], K: k[None, :]})
     return int(np.count_nonzero(np.broadcast_to(keeps, (len(q), len(k)))))

@@ -86,9 +86,4 @@ def lines_of(source: Source, by_line: Mapping[FileLine, Totals]) -> tuple[Source
         for (file, line), totals in by_line.items()
         if file == source.filename and 0 < line <= len(text)
     ]
-    return tuple(
-        sorted(
-            source_lines,
-            key=lambda source_line: (-source_line.totals.warp_instructions, source_line.line),
-        )
-    )
+    return tuple(sorted(source_lines, key=lambda x: (-x.totals.warp_instructions, x.line)))

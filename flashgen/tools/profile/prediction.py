@@ -106,8 +106,10 @@ def predict_launch_of_splits(build: Build, prediction: SplitPrediction | None) -
     if prediction is None or plan.kernel == "minmax_table":
         return LaunchPrediction()
     if plan.kernel == "merge":
-        return LaunchPrediction(prediction.traffic.merge_pointers(), duration=prediction.merge)
-    bytes_ = prediction.traffic.forward_pointers()
+        return LaunchPrediction(
+            prediction.traffic.merge_bytes_by_pointer(), duration=prediction.merge
+        )
+    bytes_ = prediction.traffic.forward_bytes_by_pointer()
     if prediction.blocks is not None and prediction.blocks.persistent:
         bytes_["tile_counter"] = COUNTER_BYTES * prediction.blocks.work_tiles
     return LaunchPrediction(

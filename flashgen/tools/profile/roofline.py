@@ -120,14 +120,12 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with_flops = [profile for profile in profiles if profile.roofline.flops]
+    shown = [profile for profile in profiles if profile.roofline.flops]
     arch = profiles[0].arch
     chip = arch.sms * arch.clock_hz
     peak = 2.0 * max(arch.tensor_rate(p.plan.path) for p in profiles) * chip
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    marks = [p.roofline.intensity for p in with_flops] + [
-        p.roofline.intensity_l2 for p in with_flops
-    ]
+    marks = [p.roofline.intensity for p in shown] + [p.roofline.intensity_l2 for p in shown]
     rates = {"HBM": arch.hbm_bytes_per_s, "L2": arch.l2_bytes_per_clock * chip}
     corners = [peak / rate for rate in rates.values()]
     span = [min([*corners, *marks]) / 8, 8 * max([*corners, *marks])]
@@ -135,7 +133,7 @@ def plot(profiles: Sequence[Profile], path: Path) -> None:
         label = f"{name} {rate / 1e9:,.0f} GB/s"
         axes.plot([span[0], corner], [rate * span[0], peak], label=label)
     axes.axhline(peak, color="black", label=f"tensor cores {peak / 1e12:,.0f} TFLOP/s")
-    for profile in with_flops:
+    for profile in shown:
         line = profile.roofline
         label = f"{profile.kernel}: {line.bound.name}"
         (full,) = axes.plot(line.intensity, line.attainable, "o", label=label)

@@ -62,9 +62,7 @@ class SplitPrediction:
         return 1 / self.forward.quantisation
 
 
-def predict_splits(
-    checked_call: KnownCall, mask: MaskAnalysis, plan: Plan
-) -> SplitPrediction | None:
+def predict_splits(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> SplitPrediction | None:
     """The predictions for a call of a variant with split keys, or with a paged cache.
 
     Args:
@@ -76,7 +74,7 @@ def predict_splits(
         tensors, and for masks that read the number of a sequence among sequences of different
         lengths.
     """
-    spec, call, captured = checked_call
+    spec, call, captured = known
     batches: Mapping[int, int] = {call.seq_k: call.batch}  # batch entries by their number of keys
     page_size = 0
     if spec.paged:
@@ -92,7 +90,7 @@ def predict_splits(
     entries: list[tuple[int, list[list[SplitWalk]]]] = []  # of each batch entry the blocks
     for length, batch in batches.items():
         walks_of_splits = [
-            (_walks(checked_call._replace(problem=part), mask, plan), behind)
+            (_walks(known._replace(problem=part), mask, plan), behind)
             for part, behind in _splits(spec, replace(call, batch=batch), length)
         ]
         run = len(walks_of_splits) if plan.folds else call.run
@@ -140,11 +138,11 @@ def predict_splits(
     )
 
 
-def _walks(checked_call: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
+def _walks(known: KnownCall, mask: MaskAnalysis, plan: Plan) -> list[Walk]:
     """The walks over the keys of one split."""
-    if checked_call.problem.seq_k == 0:
-        return [Walk(LaunchSizes(*checked_call.problem.sizes))]
-    return list(walks_of(checked_call, mask, plan))
+    if known.problem.seq_k == 0:
+        return [Walk(LaunchSizes(*known.problem.sizes))]
+    return list(walks_of(known, mask, plan))
 
 
 def _walks_of_run(run: Sequence[tuple[list[Walk], int]], *, early: bool) -> list[SplitWalk]:
@@ -161,32 +159,30 @@ def _walks_of_run(run: Sequence[tuple[list[Walk], int]], *, early: bool) -> list
 
 def _folded(plan: Plan, walks: Sequence[SplitWalk]) -> Sequence[SplitWalk]:
     """The walks of one launch whose blocks have all of these splits of their rows."""
-    split_walks = [walk.split for walk in walks if walk.split.sizes.seq_k]
-    if not split_walks:
+    with_keys = [walk.split for walk in walks if walk.split.sizes.seq_k]
+    if not with_keys:
         return walks[:1]
-    if {walk.sizes.heads_q for walk in split_walks} != {walks[0].split.sizes.heads_q}:
+    if {walk.sizes.heads_q for walk in with_keys} != {walks[0].split.sizes.heads_q}:
         return walks  # heads with different walks, each of which is one of its own
-    tiles_of_splits = [walks_of_head(plan, walk.sizes, walk.visited) for walk in split_walks]
+    tiles_of_splits = [walks_of_head(plan, walk.sizes, walk.visited) for walk in with_keys]
     visited: list[list[int]] = [[] for _ in tiles_of_splits[0]]
     keys = 0
-    for walk, tiles_of_split in zip(split_walks, tiles_of_splits, strict=True):
+    for walk, tiles_of_split in zip(with_keys, tiles_of_splits, strict=True):
         first = -(-keys // plan.walked_keys)  # each split begins with a tile of its own
         for tiles, split_tiles in zip(visited, tiles_of_split, strict=True):
             tiles += [first + tile for tile in split_tiles]
         keys = first * plan.walked_keys + walk.sizes.seq_k
     steps: list[Counter[StepKind]] | None = None
-    if all(walk.steps is not None for walk in split_walks):
+    if all(walk.steps is not None for walk in with_keys):
         steps = [
-            sum(map(Counter, head_parts), Counter())
-            for head_parts in zip(*(w.steps or () for w in split_walks), strict=True)
+            sum(map(Counter, steps_of_block), Counter())
+            for steps_of_block in zip(*(w.steps or () for w in with_keys), strict=True)
         ]
-    restarts = [
-        max(0, sum(map(bool, head_parts)) - 1) for head_parts in zip(*tiles_of_splits, strict=True)
-    ]
-    sizes = split_walks[0].sizes._replace(seq_k=keys)
+    restarts = [max(0, sum(map(bool, tiles)) - 1) for tiles in zip(*tiles_of_splits, strict=True)]
+    sizes = with_keys[0].sizes._replace(seq_k=keys)
     return [
         SplitWalk(
-            split_walks[0]._replace(sizes=sizes, visited=visited, steps=steps, restarts=restarts)
+            with_keys[0]._replace(sizes=sizes, visited=visited, steps=steps, restarts=restarts)
         )
     ]
 

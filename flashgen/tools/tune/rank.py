@@ -117,12 +117,10 @@ def derived(
         plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, sram)),)
     else:
         chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
-        plans = tuple(candidate for candidate in chosen.kernels if not candidate.streams)
+        plans = tuple(planned for planned in chosen.kernels if not planned.streams)
     planners_choice = TileChoice(plans, math.nan)
-    return next(
-        (candidate for candidate in ranked if candidate.tiles == planners_choice.tiles),
-        planners_choice,
-    )
+    tiles = planners_choice.tiles
+    return next((choice for choice in ranked if choice.tiles == tiles), planners_choice)
 
 
 def predicted(call: KnownCall, plans: Sequence[Plan]) -> tuple[Duration, ...]:

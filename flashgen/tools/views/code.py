@@ -41,7 +41,7 @@ class LinkedText:
     """A text whose lines name lines of the emitted file.
 
     Attributes:
-        title: the kind of text.
+        title: its title, such as the name of a file.
         lines: from line 1.
         links: for each line the line of the emitted file that it comes from; 0 for none.
         outer: for each line the line of the kernel at which that code is inlined; 0 for none.

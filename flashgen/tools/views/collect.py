@@ -155,10 +155,7 @@ def tangent_errors(
 def _histogram(name: str, result: Tensor, judged: Judged) -> ErrorHistogram:
     exact = judged.exact.double()
     errors, ordinary = (_differences(tensor, exact) for tensor in (result, judged.same))
-    largest = max(
-        float(differences.max()) if differences.numel() else 0.0
-        for differences in (errors, ordinary)
-    )
+    largest = max(float(x.max()) if x.numel() else 0.0 for x in (errors, ordinary))
     top = math.floor(math.log10(largest)) if largest > 0 else -1
     exponents = tuple(range(top - _DECADES + 1, top + 1))
     return ErrorHistogram(

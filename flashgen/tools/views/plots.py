@@ -57,11 +57,8 @@ def roofline_plot(profile: Profile) -> RooflinePlot:
         "HBM bytes": roofline.intensity,
         "bytes requested from L2": roofline.intensity_l2,
     }
-    intensities_shown = [
-        *(peak / rate for rate in rates.values()),
-        *filter(None, intensities.values()),
-    ]
-    low, high = math.log10(min(intensities_shown) / 8), math.log10(max(intensities_shown) * 8)
+    shown = [*(peak / rate for rate in rates.values()), *filter(None, intensities.values())]
+    low, high = math.log10(min(shown) / 8), math.log10(max(shown) * 8)
     top = math.log10(2 * peak)
     bottom = min(math.log10(rates["HBM"]) + low, math.log10(roofline.attainable or peak)) - 0.1
 

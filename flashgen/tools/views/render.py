@@ -198,31 +198,22 @@ class Compared:
 def compared(first: Side, second: Side) -> tuple[Compared, ...]:
     """The figures of all kernels of either side, kernels of one role in one table."""
     tables = []
-    first_panes, second_panes = (
-        {pane.title: pane.figures for pane in side.kernels} for side in (first, second)
-    )
-    for title in dict.fromkeys([*first_panes, *second_panes]):
-        rows = _rows(first_panes.get(title, ()), second_panes.get(title, ()))
+    a, b = ({pane.title: pane.figures for pane in side.kernels} for side in (first, second))
+    for title in dict.fromkeys([*a, *b]):
+        rows = _rows(a.get(title, ()), b.get(title, ()))
         tables.append(Compared(title, tuple(rows)))
-    first_figures, second_figures = (
-        [
-            Figure(f"largest error of {errors.name}", errors.verdict.max_error)
-            for errors in side.errors
-        ]
+    errors = (
+        [Figure(f"largest error of {x.name}", x.verdict.max_error) for x in side.errors]
         for side in (first, second)
     )
-    results = tuple(_rows(first_figures, second_figures))
+    results = tuple(_rows(*errors))
     return (*tables, Compared("results", results)) if results else tuple(tables)
 
 
-def _rows(
-    first_figures: Sequence[Figure], second_figures: Sequence[Figure]
-) -> Iterator[Difference]:
-    by_name, others_by_name = (
-        {figure.name: figure for figure in figures} for figures in (first_figures, second_figures)
-    )
-    for name in dict.fromkeys([*by_name, *others_by_name]):
-        first, second = by_name.get(name), others_by_name.get(name)
+def _rows(left: Sequence[Figure], right: Sequence[Figure]) -> Iterator[Difference]:
+    a, b = ({figure.name: figure for figure in figures} for figures in (left, right))
+    for name in dict.fromkeys([*a, *b]):
+        first, second = a.get(name), b.get(name)
         present = first or second
         assert present is not None, "the name is of one of them"
         yield Difference(

@@ -148,19 +148,13 @@ class TileMap(Shown):
         The last are "full". Tiles of all pairs are counted.
         """
         kinds = self.kinds
-        return {
-            name: sum(kinds[kind] for kind in kinds_of_class)
-            for name, kinds_of_class in _BY_KERNEL.items()
-        }
+        return {name: sum(kinds[kind] for kind in members) for name, members in _BY_KERNEL.items()}
 
     @property
     def exact_counts(self) -> dict[str, int]:
         """The number of tiles of which the mask keeps no score, some and all, of all pairs."""
         kinds = self.kinds
-        return {
-            name: sum(kinds[kind] for kind in kinds_of_class)
-            for name, kinds_of_class in _EXACT.items()
-        }
+        return {name: sum(kinds[kind] for kind in members) for name, members in _EXACT.items()}
 
     @property
     def exact(self) -> bool:

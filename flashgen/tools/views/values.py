@@ -30,7 +30,7 @@ class Figure:
 
     Attributes:
         unit: "B", "s", "clk", "%" or "" for a number.
-        counted: "counted" by the emulator, "static" in the plan or the compiled file, or
+        origin: "counted" by the emulator, "static" in the plan or the compiled file, or
             "predicted" by the model.
     """
 

@@ -266,15 +266,13 @@ def check_append(operands: AppendOperands) -> None:
 def _check_ways(operands: AppendOperands) -> None:
     """Checks that a call gives the slots of its rows in one way."""
     names = ("page_table", "cache_seqlens", "slot_mapping", "cu_seqlens")
-    given_names = [name for name in names if getattr(operands, name) is not None]
+    present = [name for name in names if getattr(operands, name) is not None]
     table = {"page_table", "cache_seqlens"}
-    if given_names != ["slot_mapping"] and not (
-        table <= set(given_names) <= table | {"cu_seqlens"}
-    ):
+    if present != ["slot_mapping"] and not (table <= set(present) <= table | {"cu_seqlens"}):
         refuse(
             "the places of the new rows are given in no way or in more than one way",
             "arguments page_table, cache_seqlens, slot_mapping and cu_seqlens of append_kv",
-            f"given: {', '.join(given_names) or 'none of them'}",
+            f"given: {', '.join(present) or 'none of them'}",
             "page_table and cache_seqlens, with cu_seqlens where sequences are packed; or "
             "slot_mapping alone",
         )
@@ -311,10 +309,8 @@ def _check_kind(name: str, tensor: Any, operands: AppendOperands) -> None:
 def _way_out_of_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> str:
     """The way out of a wrong dtype. A converted cache would be written in place of the cache."""
     if name in ("k_cache", "v_cache"):
-        is_operand_dtype = (
-            dtype_name(tensor.dtype) in OPERAND_DTYPES and dtypes[0].is_floating_point
-        )
-        rows = f"k.to({tensor.dtype}) and v.to({tensor.dtype}); or " if is_operand_dtype else ""
+        is_operand = dtype_name(tensor.dtype) in OPERAND_DTYPES and dtypes[0].is_floating_point
+        rows = f"k.to({tensor.dtype}) and v.to({tensor.dtype}); or " if is_operand else ""
         return f"{rows}a cache that is made with dtype={dtypes[0]}"
     if len(dtypes) == 1:
         return f"{name}.to({dtypes[0]})"

@@ -71,10 +71,7 @@ def scalars_of(
     if len(q_shape) != 4 or len(k_shape) != 4:  # the checks of operands name the mistake
         return dict.fromkeys(WHOLE, 0)
     call_sizes = dict(zip(SIZES, (q_shape[1], q_shape[2], k_shape[2] * pages), strict=True))
-    sizes = {
-        name: _integer(f"whole[{name!r}]", given_sizes.get(name, call_sizes[name]))
-        for name in SIZES
-    }
+    sizes = {x: _integer(f"whole[{x!r}]", given_sizes.get(x, call_sizes[x])) for x in SIZES}
     if is_known(first < 0) or is_known(first + call_sizes["heads"] > sizes["heads"]):
         refuse(
             "the heads of the call are not among those of the whole",

@@ -225,7 +225,7 @@ class FloatPrinter(IntegerPrinter):
         return self._call("powf", self._float(base)[0], self._float(exponent)[0])
 
     def _power_of_two(self, exponent: sympy.Expr) -> Text:
-        """A power of two: fast where each score has its own, exact where scores share it."""
+        """A power of two: fast where each score has its own, else `exp2f`, as scores share it."""
         fast = self._approximates and not exponent.free_symbols.isdisjoint((SCORE, Q, K))
         return self._call("fast_exp2" if fast else "exp2f", self._float(exponent)[0])
 

@@ -115,10 +115,8 @@ def _name(expr: sympy.Basic, names: dict[sympy.Symbol, str]) -> str | None:
     if isinstance(expr, FloatQuotient):
         return join(name_of(expr.args[0]), "over", name_of(expr.args[1]))
     if isinstance(expr, FloatProduct):
-        factors = factors_in_order(expr)
-        return (
-            join(name_of(factors[0]), "times", name_of(factors[1])) if len(factors) == 2 else None
-        )
+        factors = [name_of(factor) for factor in factors_in_order(expr)]
+        return join(factors[0], "times", factors[1]) if len(factors) == 2 else None
     if isinstance(expr, sympy.Add) and len(expr.args) <= 3:
         return _sum(written_order(expr), names)
     if isinstance(expr, FloatSum) and len(terms_in_order(expr)) <= 3:

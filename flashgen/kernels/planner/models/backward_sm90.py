@@ -113,10 +113,8 @@ def _smem(kernel: str) -> tuple[Formula, Formula, tuple[Formula, ...], Formula]:
         else:
             del parts["smem_ds"], parts["sums of dQ"]
     resident = "" if kernel in KEY_KERNELS else " - 8"
-    remaining = f"{SPACE}{resident} - {owned_bytes}" + (
-        f" - block_q*({per_query})" if per_query else ""
-    )
-    stages = f"max(1, min(2, floor(({remaining})/({walked}*{row_bytes} + {step} + 32))))"
+    free = f"{SPACE}{resident} - {owned_bytes}" + (f" - block_q*({per_query})" if per_query else "")
+    stages = f"max(1, min(2, floor(({free})/({walked}*{row_bytes} + {step} + 32))))"
     per_row = f"stages*{row_bytes}" + (f" + {per_query}" if per_query else "")
     bound = f"({SPACE} - {owned_bytes} - stages*({step}) - {parts['mbarriers']})/({per_row})"
     return (Formula("stages", stages), *sum_of(parts), Formula(walked, bound))

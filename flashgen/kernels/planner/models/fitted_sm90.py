@@ -61,7 +61,7 @@ FORWARD_INSTRUCTIONS = 4.5
 # Where another warpgroup has P too: a store and a load of 16 bytes, which 8 elements have.
 EXCHANGE_INSTRUCTIONS = 0.25
 # Registers that the assembler needs for a product beside its sums: it asks for 130 with 208 keys in
-# Q K^T, and as many with 200 columns in P V, where P is in registers.
+# Q K^T, and as many with 200 columns in P V, where P has some of them.
 PRODUCT_REGISTERS = 26
 REGISTERS_OF_P = 4
 # Further instructions of an exponential on FMA units instead of special-function units.

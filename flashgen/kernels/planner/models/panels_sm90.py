@@ -75,7 +75,7 @@ def queries_of_sums(block_q: int, head_dim: int) -> int:
 
 
 def rows_of_sums(block_q: int, box_q: int, head_dim: int) -> int:
-    """Queries of a tile of the sums of dQ where tiles are gathered from boxes of ``box`` queries.
+    """Queries of a tile of the sums of dQ where tiles are gathered from boxes of ``box_q`` queries.
 
     A tile has one box, or two where each warpgroup has whole boxes: `queries_of_sums` queries are
     added side by side.

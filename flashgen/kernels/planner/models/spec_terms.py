@@ -436,12 +436,12 @@ def _searching_sm90(spec: AttentionSpec, kernel: str, spare: int) -> int:
         return fitted.SEARCH_BY_BOUND_REGISTERS if searches(spec) else 0
     tests_tiles = spec.block_sparse is not None or row is None
     by_tensors = fitted.SEARCH_BY_TENSORS_REGISTERS
-    not_ahead = spare > fitted.SPARE_NOT_AHEAD
-    if (tests_tiles and reads) or spare > by_tensors or (not_ahead and reads):
+    more_spare = spare > fitted.SPARE_NOT_AHEAD
+    if (tests_tiles and reads) or spare > by_tensors or (more_spare and reads):
         return fitted.SEARCH_REGISTERS + by_tensors
     if kernel in KEY_KERNELS and spec.block_sparse is not None:
         return fitted.GATHER_QUERIES_REGISTERS
-    return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or not_ahead else 0
+    return fitted.SEARCH_REGISTERS if tests_tiles or reads or two_ends or more_spare else 0
 
 
 def searches(spec: AttentionSpec) -> bool:
