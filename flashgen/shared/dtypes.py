@@ -61,7 +61,7 @@ class ElementDtype:
 
 
 @dataclass(frozen=True)
-class FloatSums:
+class SumType:
     """The float sums to which kernels add the gradients of learned tensors.
 
     Attributes:
@@ -99,10 +99,10 @@ class OperandDtype:
     parts: int
     products: int
     approximates: bool
-    sums: FloatSums
+    sums: SumType
 
 
-_SINGLE, _DOUBLE = FloatSums("float32", 4, "float"), FloatSums("float64", 8, "double")
+_SINGLE, _DOUBLE = SumType("float32", 4, "float"), SumType("float64", 8, "double")
 
 OPERANDS = {
     "float16": OperandDtype("fp16", "f16", "b16", "h", "0x7fff7fff", 1, 1, True, _SINGLE),

@@ -13,7 +13,7 @@ from flashgen.kernels.compile import disassembly
 from flashgen.kernels.pipeline import Build, build, build_backward
 from flashgen.shared.paths import PATHS
 from flashgen.tools.profile.kernel_profile import Profile
-from flashgen.tools.views.code import METRICS, KernelCode, code_of
+from flashgen.tools.views.code import METRICS, KernelTexts, code_of
 from flashgen.tools.views.python_lines import file_text
 from tests.support.paths import ROOT
 from tests.support.profiles import all_kernels, forward, loaded
@@ -50,12 +50,12 @@ def lines_by_loc(ptx: str) -> dict[int, tuple[str, int]]:
 
 
 @functools.cache
-def code(spec: str, arch: str) -> tuple[Build, KernelCode]:
+def code(spec: str, arch: str) -> tuple[Build, KernelTexts]:
     made = build(loaded(spec), arch)
     return made, code_of(made, None)
 
 
-def check_links(made: Build, found: KernelCode, count: int) -> None:
+def check_links(made: Build, found: KernelTexts, count: int) -> None:
     by_loc = lines_by_loc(made.ptx)
     assert len(by_loc) > 100
     chosen = random.Random(0).sample(sorted(by_loc), min(count, len(by_loc)))

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flashgen as fg
 from flashgen.calls.ops import run_backward, run_forward
 from flashgen.shared.errors import InputError
-from flashgen.tools.views.tile_kinds import Kind
+from flashgen.tools.views.tile_kinds import TileKind
 from flashgen.tools.views.tile_map import TileMap
 from tests.support import flex_mods
 from tests.support.examples import SPECS, spec_path, values_of
@@ -104,7 +104,7 @@ def test_a_tile_past_the_end_is_masked_by_the_kernel_although_it_is_full() -> No
     found = fg.visualize(fg.AttentionSpec(), (1, 1, 1, 64, 100), tile=(32, 32))
     assert found.counts == {"empty": 0, "mixed": 2, "full": 6}
     assert found.exact_counts == {"empty": 0, "mixed": 0, "full": 8, "not computed": 0}
-    assert found.kinds[Kind.FULL_BUT_MASKED] == 2
+    assert found.kinds[TileKind.FULL_BUT_MASKED] == 2
     assert found.density == found.kept == 1
 
 

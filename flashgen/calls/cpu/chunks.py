@@ -102,7 +102,7 @@ def _offsets(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """The sizes of one call, all above 0.
 
     Attributes:
@@ -143,7 +143,7 @@ class Chunk:
         batch, heads: half-open ranges of batch entries and of kv heads.
     """
 
-    sizes: Sizes
+    sizes: CallSizes
     batch: range
     heads: range
 
@@ -224,7 +224,7 @@ class Chunk:
         return tensor[self.batch.start : self.batch.stop, self.heads.start : self.heads.stop]
 
 
-def chunks(sizes: Sizes, tile: int) -> list[Chunk]:
+def chunks(sizes: CallSizes, tile: int) -> list[Chunk]:
     """All pairs, in chunks whose tiles of ``tile`` elements have at most ``sizes.most``.
 
     There is a chunk for each thread where the call has enough scores and pairs.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.calls.cpu.chunks import OWNED_ROWS, SequenceRows, Sizes, Workspace
+from flashgen.calls.cpu.chunks import OWNED_ROWS, CallSizes, SequenceRows, Workspace
 from flashgen.calls.cpu.spec_programs import programs_of
 from flashgen.kernels.planner import plan, plan_backward
 from flashgen.shared.arch import DEFAULT_ARCH
@@ -179,7 +179,7 @@ class SequenceProblem:
         first, self.entries = sequence.index_and_count or (0, q.shape[0])
         self.sparse = spec.block_sparse
         lengths = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-        self.sizes = Sizes(*lengths, first, on_cpu=q.device.type == "cpu")
+        self.sizes = CallSizes(*lengths, first, on_cpu=q.device.type == "cpu")
         self.scale = arguments.scale
         self.plain = self.programs.score is None and spec.sink is None and spec.is_softmax
         self.backward = backward

@@ -12,7 +12,7 @@ from flashgen.calls.launch import Launch
 from flashgen.calls.launch.device import check, real_driver
 from flashgen.calls.launch.params import describe_map
 from flashgen.calls.native import build
-from flashgen.calls.native.record import NoPlan, Recorder, recording
+from flashgen.calls.native.record import CallRecorder, NoPlan, recording
 from flashgen.calls.runtime.backward import PreparedBackward
 from flashgen.calls.runtime.bound_kernel import KernelRun
 from flashgen.calls.runtime.forward import ForwardOutcome, PreparedForward
@@ -154,7 +154,7 @@ class NativeCalls:
     def _recorded(self, plan: Any, call: Any, inputs: Any, run: Callable[..., Any]) -> Any:
         """The plan with all steps of a call; None where it cannot have them."""
         try:
-            recorder = Recorder(plan, inputs)
+            recorder = CallRecorder(plan, inputs)
             with torch.no_grad(), recorder:
                 results, plan.record = run(recording(call, recorder), *recorder.inputs)
             recorder.results(results)

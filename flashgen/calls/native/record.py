@@ -41,7 +41,7 @@ class NoPlan(Exception):
     """The call has no plan; the text is the reason, a sentence without its end."""
 
 
-class Recorded(Tensor):
+class RecordedTensor(Tensor):
     """A tensor without memory, which stands for one of a call.
 
     Attributes:
@@ -53,12 +53,12 @@ class Recorded(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, misaligned: int = 0) -> Recorded:
+    def __new__(cls, meta: Tensor, device: torch.device, misaligned: int = 0) -> RecordedTensor:
         """
         Args:
             misaligned: bytes by which the address exceeds a multiple of 16.
         """
-        recorded: Recorded = Tensor._make_wrapper_subclass(
+        recorded: RecordedTensor = Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -79,7 +79,7 @@ class Recorded(Tensor):
         raise NoPlan(f"{func} runs where it is not recorded")
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds the operations and the launches of a call to a plan.
 
     Attributes:
@@ -104,16 +104,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[int, tuple[Tensor, int]] = {}
         self.inputs = [self._input(index, tensor) for index, tensor in enumerate(inputs)]
 
-    def _input(self, index: int, tensor: Tensor | None) -> Recorded | None:
+    def _input(self, index: int, tensor: Tensor | None) -> RecordedTensor | None:
         if tensor is None:
             return None
         recorded = self._wrapped(_on_meta(tensor), tensor.data_ptr() % 16)
         self._define(*_storage_and_layout(recorded.meta), index)
         return recorded
 
-    def _wrapped(self, meta: Tensor, misaligned: int = 0) -> Recorded:
+    def _wrapped(self, meta: Tensor, misaligned: int = 0) -> RecordedTensor:
         self._metas.append(meta)
-        return Recorded(meta, self._device, misaligned)
+        return RecordedTensor(meta, self._device, misaligned)
 
     def _define(self, storage: int, layout: Layout, value: int) -> None:
         self._values[storage, layout] = value
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _value(self, tensor: Tensor) -> int:
         """The value of a tensor, with a step that makes it where there is none yet."""
-        if not isinstance(tensor, Recorded):
+        if not isinstance(tensor, RecordedTensor):
             return self._constant(tensor)
         storage, layout = _storage_and_layout(tensor.meta)
         if storage in self._allocated:
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pointer(self, tensor: Tensor) -> tuple[int, int]:
         """The value in whose memory a tensor is, and the bytes from there to its first element."""
-        if isinstance(tensor, Recorded):
+        if isinstance(tensor, RecordedTensor):
             storage, layout = _storage_and_layout(tensor.meta)
             if storage in self._bases and (storage, layout) not in self._values:
                 (_, _, start, dtype), base = self._bases[storage][0]
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plan.results = [-1 if tensor is None else self._value(tensor) for tensor in tensors]
 
 
-def recording(prepared: Any, recorder: Recorder) -> Any:
+def recording(prepared: Any, recorder: CallRecorder) -> Any:
     """A copy of a prepared call whose launches go to the recorder, and none to a GPU."""
     if prepared.signature.kv_dtype is not None:
         raise NoPlan("its cache has codes of 8 bits")
@@ -266,7 +266,7 @@ def recording(prepared: Any, recorder: Recorder) -> Any:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     """A tensor of the same sizes and strides on the meta device."""
-    if isinstance(tensor, Recorded):
+    if isinstance(tensor, RecordedTensor):
         return tensor.meta
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 

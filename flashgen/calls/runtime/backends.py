@@ -34,7 +34,7 @@ class Target:
         order_seed: from which the emulator draws its order, as the backend names it.
         is_final: whether later calls with the same arguments have the same target.
         open_path: whether each pass may take another code path of the GPU: the caller named none.
-        recorder: the `flashgen.calls.native.record.Recorder` that takes the launches instead.
+        recorder: the `flashgen.calls.native.record.CallRecorder` that takes the launches instead.
     """
 
     backend: str

@@ -72,7 +72,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     @called_by_users()
-    def from_lists(kv_num_blocks: Tensor, kv_indices: Tensor) -> ListedBlocks:
+    def from_lists(kv_num_blocks: Tensor, kv_indices: Tensor) -> ChosenBlocks:
         """The blocks of keys that groups of queries choose, for a spec whose block_sparse has
         ``heads="kv"``.
 
@@ -96,7 +96,7 @@ class Layout(NamedTuple):
 
 
 @called_by_users()
-class ListedBlocks(NamedTuple):
+class ChosenBlocks(NamedTuple):
     """The blocks of keys that groups of queries choose. `Layout.from_lists` makes it.
 
     Attributes:
@@ -108,7 +108,7 @@ class ListedBlocks(NamedTuple):
     kv_indices: Tensor
 
 
-def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
+def _checked_lists(counts: object, blocks: object) -> ChosenBlocks:
     for name, tensor, rank in zip(LISTS, (counts, blocks), (3, 4), strict=True):
         axes = "[batch or 1, heads_kv or 1, groups" + (", most]" if rank == 4 else "]")
         if not isinstance(tensor, Tensor) or tensor.dim() != rank or tensor.dtype != torch.int32:
@@ -135,7 +135,7 @@ def _checked_lists(counts: object, blocks: object) -> ListedBlocks:
         )
     if is_known(blocks.shape[3] == 0):  # no list has a block
         blocks = blocks.new_full((*blocks.shape[:3], 1), -1)
-    return ListedBlocks(counts, blocks)
+    return ChosenBlocks(counts, blocks)
 
 
 def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def with_layout(signature: CallSignature, captures: Mapping[str, Any]) -> Mappin
     sparse = signature.call_layout
     if sparse is None or LAYOUT not in captures:
         return captures
-    if isinstance(captures[LAYOUT], ListedBlocks):
+    if isinstance(captures[LAYOUT], ChosenBlocks):
         refuse(
             "lists for groups of queries are those of another kind of layout",
             "argument layout",
@@ -199,7 +199,7 @@ def with_layout(signature: CallSignature, captures: Mapping[str, Any]) -> Mappin
 
 def _lists_of(value: object) -> dict[str, Tensor]:
     """The tensors of lists that the user gives."""
-    if not isinstance(value, ListedBlocks):
+    if not isinstance(value, ChosenBlocks):
         refuse(
             "queries that choose their keys have lists of blocks",
             "argument layout",

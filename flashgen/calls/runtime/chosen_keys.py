@@ -24,7 +24,7 @@ from flashgen.calls.runtime.arguments.refusals import refuse
 from flashgen.calls.runtime.backends import Target
 from flashgen.calls.runtime.block_layouts import Layout, dense_lists
 from flashgen.calls.runtime.bound_kernel import KernelRun
-from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, KeyRows, Pages, Sizes, lists_of
+from flashgen.calls.runtime.chosen_lists import FEWEST_ROWS, KeyRows, ListSizes, Pages, lists_of
 from flashgen.calls.runtime.kernel_arguments import named
 from flashgen.calls.runtime.prepared_call import PreparedCall, Setup
 from flashgen.calls.runtime.programs import CallProgram, SpecProgram, program_of
@@ -161,7 +161,7 @@ class ChosenCall:
         self._prepared: dict[str, Any] = {}
         self._call_pages, _, per_page, _ = operands.k.shape
         self._per_page = per_page // choice.block_k  # blocks
-        self.sizes = Sizes(
+        self.sizes = ListSizes(
             call.batch,
             call.heads_kv,
             call.group,

@@ -58,7 +58,7 @@ class Pages(NamedTuple):
         return Pages(x.as_strided(size, stride, x.storage_offset()), entry, head, step)
 
 
-class Sizes(NamedTuple):
+class ListSizes(NamedTuple):
     """The sizes of a call with lists.
 
     Attributes:
@@ -128,7 +128,7 @@ class Sizes(NamedTuple):
 
 
 def lists_of(
-    sizes: Sizes, counts: Tensor, blocks: Tensor, keys: Tensor | None = None
+    sizes: ListSizes, counts: Tensor, blocks: Tensor, keys: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Blocks and lengths of the lists of each key head, without entries that are no block.
 
@@ -157,7 +157,7 @@ class KeyRows(NamedTuple):
     or it has the keys in the list of a group.
 
     Attributes:
-        owners: int32 [sequences, 4], as `Sizes.owners`.
+        owners: int32 [sequences, 4], as `ListSizes.owners`.
         listed: int32 [sequences, most], the groups of its list, or the blocks.
         key_blocks: int64 [sequences, blocks of rows], the block of keys of each block of rows,
             counted over all key heads; the number of all blocks for rows of no block.
@@ -165,7 +165,7 @@ class KeyRows(NamedTuple):
             [sequences], the number of groups; () where a sequence has the list of a group.
     """
 
-    sizes: Sizes
+    sizes: ListSizes
     owners: Tensor
     listed: Tensor
     key_blocks: Tensor
@@ -178,12 +178,12 @@ class KeyRows(NamedTuple):
 
     @property
     def ragged(self) -> tuple[bool, bool]:
-        """As `Sizes.ragged`; a list may have entries beyond all keys."""
+        """As `ListSizes.ragged`; a list may have entries beyond all keys."""
         ragged_queries, ragged_keys = self.sizes.ragged
         return ragged_queries, ragged_keys or self.has_group_lists
 
     @staticmethod
-    def by_group(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
+    def by_group(sizes: ListSizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
         """The keys that each group lists; each key is there as often as it is listed.
 
         Args:
@@ -200,7 +200,7 @@ class KeyRows(NamedTuple):
         return KeyRows(sizes, owners, listed_blocks.to(torch.int32), key_blocks)
 
     @staticmethod
-    def by_block(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
+    def by_block(sizes: ListSizes, blocks: Tensor, lengths: Tensor) -> KeyRows:
         """The blocks of keys, with the groups that chose each in ascending order.
 
         Args:
@@ -259,7 +259,7 @@ class KeyRows(NamedTuple):
         return blocks.flatten(1, 2)[:, None]
 
 
-def _in_lists(sizes: Sizes, blocks: Tensor, lengths: Tensor) -> Tensor:
+def _in_lists(sizes: ListSizes, blocks: Tensor, lengths: Tensor) -> Tensor:
     """Which entries of the lists of groups are blocks of the keys."""
     listed = torch.arange(blocks.shape[-1], device=blocks.device) < lengths[..., None]
     return listed & (blocks >= 0) & (blocks < sizes.blocks)

@@ -42,13 +42,13 @@ class Backend:
     spec: AttentionSpec
     captured: dict[str, Any]
     operators: SimpleNamespace = field(default_factory=SimpleNamespace)
-    names: dict[Kind, str] = field(default_factory=dict)
+    names: dict[OperatorKey, str] = field(default_factory=dict)
 
 
 backends: dict[str, Backend] = {}
 
 
-class Kind(NamedTuple):
+class OperatorKey(NamedTuple):
     """All that determines the operator of a call, in constants."""
 
     head_dim: int
@@ -106,8 +106,8 @@ def function_of(backend: str) -> Callable[..., Any]:
             scale = backends[backend].spec.scale or dims[0] ** -0.5
         q, k, v = padded(q), padded(k), padded(v)
         columns, drops = (constant(q.shape[3]), constant(v.shape[3])), constant(dropout_p > 0.0)
-        kind = *columns, q.dtype, drops, is_causal, mask
-        op = getattr(backends[backend].operators, _operator_name(backend, kind))
+        fields = *columns, q.dtype, drops, is_causal, mask
+        op = getattr(backends[backend].operators, _operator_name(backend, fields))
         lse: Tensor | None = None
         options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, **captures}
         if return_lse:
@@ -147,16 +147,16 @@ def _four(mask: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _operator_name(backend: str, kind: tuple[Any, ...]) -> str:
+def _operator_name(backend: str, fields: tuple[Any, ...]) -> str:
     """The name in `Backend.operators` of the operator of a call, made at the first call.
 
     Args:
-        kind: the fields of a `Kind`, which torch.compile takes as constants.
+        fields: those of an `OperatorKey`, which torch.compile takes as constants.
 
     Raises:
         InputError: no spec can have these options, such as a head dim above 576.
     """
-    registered, key = backends[backend], Kind(*kind)
+    registered, key = backends[backend], OperatorKey(*fields)
     if key not in registered.names:
         operator = attention(_spec(registered, key))
         setattr(registered.operators, operator.name, operator)
@@ -168,16 +168,16 @@ def _operator_name(backend: str, kind: tuple[Any, ...]) -> str:
 setattr(_operator_name, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _spec(backend: Backend, kind: Kind) -> AttentionSpec:
+def _spec(backend: Backend, key: OperatorKey) -> AttentionSpec:
     spec = backend.spec
     masks: list[Callable[..., Any]] = [] if spec.mask_mod is None else [spec.mask_mod]
     added: Callable[..., Any] | None = None
     parts = [spec.name or "attention"]
-    if kind.is_causal:
+    if key.is_causal:
         masks.append(lambda b, h, q, k: k <= q)
         parts.append("causal")
-    if kind.mask is not None:
-        mask = GivenTensor(*kind.mask)
+    if key.mask is not None:
+        mask = GivenTensor(*key.mask)
         if mask.dtype == torch.bool:
             masks.append(element(mask, Start()))
         else:
@@ -199,10 +199,10 @@ def _spec(backend: Backend, kind: Kind) -> AttentionSpec:
         return spec.replace(
             mask_mod=masks[0] if len(masks) == 1 else mask_mod if masks else None,
             score_mod=spec.score_mod if added is None else score_mod,
-            head_dim=kind.head_dim,
-            head_dim_v=kind.head_dim_v,
-            dtype=dtype_name(kind.dtype),
-            dropout=kind.dropout,
+            head_dim=key.head_dim,
+            head_dim_v=key.head_dim_v,
+            dtype=dtype_name(key.dtype),
+            dropout=key.dropout,
             name=as_name("_".join(parts)),
         )
     except SpecError as error:

@@ -28,7 +28,7 @@ from flashgen.spec.language.spec import AttentionSpec
 Tensor = torch.Tensor
 
 
-class Chunk(NamedTuple):
+class KeyChunk(NamedTuple):
     """The keys and values of a chunk of positions: [batch, heads_kv, rows, x]."""
 
     number: int
@@ -79,24 +79,24 @@ class Context:
         """For each rank and each chunk of keys, whether the rank computes with the chunk; bool."""
         return needed_by(self.queries, self.reach)
 
-    def own_chunks(self, k: Tensor, v: Tensor) -> list[Chunk]:
+    def own_chunks(self, k: Tensor, v: Tensor) -> list[KeyChunk]:
         """This rank's chunks of keys and values."""
         numbers, slices = self.keys.numbers(self.rank), self.keys.slices(self.rank)
         return [
-            Chunk(number, k[:, :, rows], v[:, :, rows])
+            KeyChunk(number, k[:, :, rows], v[:, :, rows])
             for number, rows in zip(numbers, slices, strict=True)
         ]
 
-    def room(self, number: int, k: Tensor, v: Tensor) -> Chunk:
+    def room(self, number: int, k: Tensor, v: Tensor) -> KeyChunk:
         """Memory for a chunk of another rank."""
         rows = len(self.keys.chunks[number])
         new_k, new_v = (x.new_empty(x.shape[0], x.shape[1], rows, x.shape[3]) for x in (k, v))
-        return Chunk(number, new_k, new_v)
+        return KeyChunk(number, new_k, new_v)
 
     # Calls on parts.
 
     def forward(
-        self, operator: Operator, operands: Operands, number: int, keys: Chunk
+        self, operator: Operator, operands: Operands, number: int, keys: KeyChunk
     ) -> tuple[Tensor, Tensor]:
         """out and lse of a chunk of queries over the keys of ``keys``.
 
@@ -108,7 +108,7 @@ class Context:
         return out, lse
 
     def backward(
-        self, operands: Operands, results: OutputGradients, number: int, keys: Chunk
+        self, operands: Operands, results: OutputGradients, number: int, keys: KeyChunk
     ) -> Gradients:
         """The gradients that a part makes, from the merged results of its rows."""
         operator = self.calls.sinkless
@@ -118,7 +118,7 @@ class Context:
         return Gradients(dq.float(), dk.float(), dv.float(), dict(zip(names, learned, strict=True)))
 
     def _arguments(
-        self, operator: Operator, operands: Operands, number: int, keys: Chunk
+        self, operator: Operator, operands: Operands, number: int, keys: KeyChunk
     ) -> tuple[Operands, CallOptions]:
         start = self.keys.chunks[keys.number].start
         rows = self.queries.chunks[number], range(start, start + keys.k.shape[2])

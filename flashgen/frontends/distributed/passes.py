@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from flashgen.frontends.distributed.context import Chunk, Context, add_learned, rows_of, zeros_for
+from flashgen.frontends.distributed.context import (
+    Context,
+    KeyChunk,
+    add_learned,
+    rows_of,
+    zeros_for,
+)
 from flashgen.frontends.distributed.exchange import Pending, Transfer
 from flashgen.shared.call import Operands, OutputGradients
 
@@ -29,7 +35,7 @@ class Step(NamedTuple):
     """
 
     name: str
-    chunks: list[Chunk]
+    chunks: list[KeyChunk]
     peers: list[int]
 
 
@@ -140,11 +146,11 @@ def _add(totals: list[Tensor], gradients: list[Tensor] | tuple[Tensor, ...]) -> 
         total += gradient
 
 
-def _runs(context: Context, queries: int, chunks: list[Chunk]) -> list[list[Chunk]]:
+def _runs(context: Context, queries: int, chunks: list[KeyChunk]) -> list[list[KeyChunk]]:
     """The chunks of keys that a chunk of queries reaches, adjacent ones together."""
     keys = context.keys.chunks
     reached = [chunk for chunk in chunks if context.reach[queries, chunk.number]]
-    runs: list[list[Chunk]] = []
+    runs: list[list[KeyChunk]] = []
     for chunk in sorted(reached, key=lambda chunk: keys[chunk.number].start):
         if runs and keys[runs[-1][-1].number].stop == keys[chunk.number].start:
             runs[-1].append(chunk)
@@ -153,8 +159,8 @@ def _runs(context: Context, queries: int, chunks: list[Chunk]) -> list[list[Chun
     return runs
 
 
-def _concatenated(run: list[Chunk]) -> Chunk:
+def _concatenated(run: list[KeyChunk]) -> KeyChunk:
     if len(run) == 1:
         return run[0]
     k, v = (torch.cat(parts, 2) for parts in zip(*(chunk.tensors for chunk in run), strict=True))
-    return Chunk(run[0].number, k, v)
+    return KeyChunk(run[0].number, k, v)

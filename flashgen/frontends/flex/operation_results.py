@@ -49,7 +49,7 @@ NO_TENSOR = object()
 """What `inferred` returns for an operation whose result contains no tensor."""
 
 
-class Kind(NamedTuple):
+class TensorType(NamedTuple):
     """The dtype and the shape of a tensor without elements.
 
     Attributes:
@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     learned: bool = False
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> Kind:
+    def from_tensor(cls, tensor: Tensor) -> TensorType:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
@@ -78,7 +78,7 @@ class Views(NamedTuple):
     """Several results, or results that share the memory of operands.
 
     Attributes:
-        leaves, tree: the results, with kinds in place of tensors, and their tree.
+        leaves, tree: the results, with types in place of tensors, and their tree.
         operand_indices: the indices of the operands that share their memory with results.
     """
 
@@ -91,8 +91,8 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of an operation, computed on meta tensors.
 
     Returns:
-        A `Kind` for a tensor; the `Same` for an operand; `Views` for several tensors and for those
-        that share memory; or `NO_TENSOR`.
+        A `TensorType` for a tensor; the `Same` for an operand; `Views` for several tensors and for
+        those that share memory; or `NO_TENSOR`.
 
     Raises:
         SpecError: the operation needs the elements of a tensor.
@@ -101,7 +101,7 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in TEXT:
         return NO_TENSOR
     if name in ("cpu", "cuda"):
-        return Kind.from_tensor(args[0])
+        return TensorType.from_tensor(args[0])
     metas: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     shared = tuple(
         index for index, tensor in enumerate(operands) if _memory(tensor) in result_memories
     )
-    leaves = [Kind.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
+    leaves = [TensorType.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
     return leaves[0] if isinstance(result, Tensor) and not shared else Views(leaves, tree, shared)
 
 

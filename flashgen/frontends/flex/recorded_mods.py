@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from flashgen.frontends.flex.recorder import Operation, Reading, Recorder
+from flashgen.frontends.flex.recorder import ModRecorder, Operation, Reading
 from flashgen.shared.errors import FlashgenError, SpecError
 from flashgen.spec.language.user_source import (
     lines_of,
@@ -27,7 +27,7 @@ SCORE_AND_POSITIONS = (torch.float32, *POSITIONS)
 """The arguments of a score_mod."""
 
 
-class Recorded(NamedTuple):
+class RecordedMod(NamedTuple):
     """A mod in a record.
 
     Attributes:
@@ -44,7 +44,7 @@ class RecordKey(NamedTuple):
 
     operations: tuple[Operation, ...]
     reads: tuple[Reading, ...]
-    mods: tuple[Recorded | None, Recorded | None]
+    mods: tuple[RecordedMod | None, RecordedMod | None]
     device: torch.device
     default_dtype: torch.dtype
 
@@ -90,7 +90,7 @@ class Notes:
         file, line = self._numbers[number]
         return f"{shown_path(file)}:{line}"
 
-    def add(self, recorder: Recorder) -> None:
+    def add(self, recorder: ModRecorder) -> None:
         """Notes the line that is running, for all that has been recorded since the last one."""
         frame = user_frame()
         location = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -108,7 +108,7 @@ class Notes:
         for tensor in recorder.read[len(self.names) :]:
             self.names.append("" if frame is None else _name_in(frame, tensor))
 
-    def name(self, recorder: Recorder, names_by_id: Any) -> None:
+    def name(self, recorder: ModRecorder, names_by_id: Any) -> None:
         """Names the tensors of a graph by their ids: the code of a graph has no frame."""
         for index, tensor in enumerate(recorder.read if isinstance(names_by_id, dict) else ()):
             self.names[index] = self.names[index] or names_by_id.get(id(tensor), "")
@@ -141,7 +141,7 @@ def record(
     Raises:
         SpecError: a mod raises an exception, or does what cannot be recorded.
     """
-    recorder = Recorder(device, notes, learned)
+    recorder = ModRecorder(device, notes, learned)
     mods = (
         _recorded(recorder, "mask_mod", mask_mod, POSITIONS),
         _recorded(recorder, "score_mod", score_mod, SCORE_AND_POSITIONS),
@@ -159,8 +159,8 @@ def record(
 
 
 def _recorded(
-    recorder: Recorder, role: str, mod: Mod | None, dtypes: Sequence[torch.dtype]
-) -> Recorded | None:
+    recorder: ModRecorder, role: str, mod: Mod | None, dtypes: Sequence[torch.dtype]
+) -> RecordedMod | None:
     if mod is None:
         return None
     if not callable(mod):
@@ -193,7 +193,7 @@ def _recorded(
     if recorder.notes is not None:
         recorder.notes.add(recorder)
         recorder.notes.name(recorder, getattr(mod, "captured_names", None))
-    return Recorded(len(recorder.operations), result)
+    return RecordedMod(len(recorder.operations), result)
 
 
 def refuse_result(role: str, mod: Mod, numbers: str) -> NoReturn:

@@ -6,7 +6,7 @@ score and the positions, and each operation of torch is noted with its operands.
 record compute the same from the tensors that they read. Expressions are traced from a record and
 never from a mod, once for each record.
 
-torch.compile can trace a `Recorder` too, where it cannot inspect a closure. The operations
+torch.compile can trace a `ModRecorder` too, where it cannot inspect a closure. The operations
 themselves are executed then.
 """
 
@@ -28,8 +28,8 @@ from flashgen.frontends.flex.operation_results import (
     BY_KIND,
     NO_TENSOR,
     TEXT,
-    Kind,
     Same,
+    TensorType,
     checked_name,
     element,
     inferred,
@@ -70,7 +70,7 @@ _MOST_RESULTS = 1 << 14
 """The number of operations of which the shapes of the results are kept."""
 
 _results: dict[Any, Any] = {}
-"""What `inferred` returns, by the operation, the kinds of its operands and the default dtype."""
+"""What `inferred` returns, by the operation, the types of its operands and the default dtype."""
 
 
 class OpenInt(int):
@@ -159,7 +159,7 @@ class Reading(NamedTuple):
     learned: bool
 
 
-class Recorder(TorchFunctionMode):
+class ModRecorder(TorchFunctionMode):
     """Notes each operation of torch, with its operands by their numbers.
 
     Args:
@@ -186,7 +186,7 @@ class Recorder(TorchFunctionMode):
         self.created_tensors: dict[int, Tensor] = {}
         self._executes = torch.compiler.is_compiling()
         self._tensors: list[Tensor] = []  # arguments, tensors that are read, and results
-        self._kinds: list[Kind] = []  # of each
+        self._types: list[TensorType] = []  # of each
         self._constants: set[int] = set()  # those that depend on no argument and no such tensor
         self._operands: list[int] = []  # of the operation that is being noted
         self._shared: set[int] = set()  # tensors of which another has the memory
@@ -202,7 +202,7 @@ class Recorder(TorchFunctionMode):
             self._tensors.extend(tensors)
             return tensors
         learned = [self.learned and dtype.is_floating_point for dtype in dtypes]
-        return [self._stand_in(Kind(x, (), y)) for x, y in zip(dtypes, learned, strict=True)]
+        return [self._stand_in(TensorType(x, (), y)) for x, y in zip(dtypes, learned, strict=True)]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -317,7 +317,7 @@ class Recorder(TorchFunctionMode):
             function = type(tensor).__torch_function__
             if getattr(function, "__func__", function) not in _FUNCTIONS:
                 StandIn.__torch_dispatch__(f"operations of a {type(tensor).__name__}", ())
-            self._kinds.append(Kind.from_tensor(tensor))
+            self._types.append(TensorType.from_tensor(tensor))
             self._number[id(tensor)] = number
         self._tensors.append(tensor)
         self.read.append(tensor)
@@ -340,8 +340,8 @@ class Recorder(TorchFunctionMode):
             return self._computed(func, args, kwargs)
         if type(func) is FunctionType:  # one in Python, which calls others
             checked_name(func)
-        kinds = tuple([self._kinds[number] for number in self._operands])
-        signature = operation, kinds, self._default_dtype, torch.is_grad_enabled()
+        types = tuple([self._types[number] for number in self._operands])
+        signature = operation, types, self._default_dtype, torch.is_grad_enabled()
         outcome = _results.get(signature)
         if outcome is None:
             try:
@@ -352,11 +352,11 @@ class Recorder(TorchFunctionMode):
             if len(_results) >= _MOST_RESULTS:
                 _results.clear()
             _results[signature] = outcome
-        if type(outcome) is Kind:
+        if type(outcome) is TensorType:
             return self._stand_in(outcome)
         if outcome is NO_TENSOR:
             if name_of(func) in TEXT and type(args[0]) is StandIn:
-                return f"<{', '.join(map(str, kinds))} in a mod>"
+                return f"<{', '.join(map(str, types))} in a mod>"
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         if type(outcome) is Same:
@@ -366,21 +366,23 @@ class Recorder(TorchFunctionMode):
                 refuse_write(name_of(func))
             if outcome.changed and outcome.learned:
                 self._tensors[number].requires_grad_()
-                self._kinds[number] = self._kinds[number]._replace(learned=True)
+                self._types[number] = self._types[number]._replace(learned=True)
             if number in self._constants:
                 self._constants.add(len(self._tensors))
             self._tensors.append(self._tensors[number])
-            self._kinds.append(self._kinds[number])
+            self._types.append(self._types[number])
             return self._tensors[number]
         before = len(self._tensors)
-        leaves = [self._stand_in(leaf) if type(leaf) is Kind else leaf for leaf in outcome.leaves]
+        leaves = [
+            self._stand_in(leaf) if type(leaf) is TensorType else leaf for leaf in outcome.leaves
+        ]
         if outcome.operand_indices:
             self._shared.update([self._operands[index] for index in outcome.operand_indices])
             self._shared.update(range(before, len(self._tensors)))
         return pytree.tree_unflatten(leaves, outcome.tree)
 
-    def _stand_in(self, kind: Kind) -> Tensor:
-        dtype, shape, learned = kind
+    def _stand_in(self, tensor_type: TensorType) -> Tensor:
+        dtype, shape, learned = tensor_type
         stand_in: Tensor = Tensor._make_wrapper_subclass(
             StandIn,
             shape,
@@ -390,7 +392,7 @@ class Recorder(TorchFunctionMode):
         )
         self._number[id(stand_in)] = len(self._tensors)
         self._tensors.append(stand_in)
-        self._kinds.append(kind)
+        self._types.append(tensor_type)
         return stand_in
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -408,5 +410,5 @@ class Recorder(TorchFunctionMode):
             self._constants.add(number)
             self.created_tensors[number] = tensor
             self._tensors.append(tensor)
-            self._kinds.append(Kind.from_tensor(tensor))
+            self._types.append(TensorType.from_tensor(tensor))
         return result

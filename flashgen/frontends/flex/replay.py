@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flashgen.frontends.flex.operation_results import name_of
-from flashgen.frontends.flex.recorded_mods import Record, Recorded
+from flashgen.frontends.flex.recorded_mods import Record, RecordedMod
 from flashgen.frontends.flex.recorder import Operation
 from flashgen.frontends.flex.traced_array import TracedArray, literal
 from flashgen.frontends.flex.tracer import DTYPES, TracedTensor, Tracer
@@ -54,7 +54,7 @@ class _Replay:
         self.values: dict[int, Any] = {}  # arguments and results by their numbers
 
     def mod(
-        self, recorded: Recorded | None, arguments: Sequence[sympy.Symbol]
+        self, recorded: RecordedMod | None, arguments: Sequence[sympy.Symbol]
     ) -> TracedArray | None:
         if recorded is None:
             return None

@@ -20,7 +20,7 @@ import torch
 from flashgen.calls.ops import attention
 from flashgen.frontends.flex.operation_results import name_of
 from flashgen.frontends.flex.recorded_mods import POSITIONS, Notes, record
-from flashgen.frontends.flex.recorder import Recorder
+from flashgen.frontends.flex.recorder import ModRecorder
 from flashgen.frontends.flex.traced_mods import TracedMods, trace
 from flashgen.frontends.score_tensors import (
     GivenTensor,
@@ -107,7 +107,7 @@ def record_mask(function: MaskFunction, device: torch.device) -> RecordedMask:
     Args:
         device: the device of the queries.
     """
-    recorder = Recorder(device)
+    recorder = ModRecorder(device)
     positions = recorder.arguments(POSITIONS)
     with recorder:
         result = function(*positions)

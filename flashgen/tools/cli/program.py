@@ -23,7 +23,7 @@ from flashgen.tools.cli.ending import EXIT_CODES, finish
 from flashgen.version import __version__
 
 
-class Program(TyperGroup):
+class CommandGroup(TyperGroup):
     """The group of all commands; every way to start the program ends in `finish`."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
@@ -33,7 +33,7 @@ class Program(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Program,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -73,7 +73,7 @@ class Heat:
 
 
 @dataclass(frozen=True)
-class KernelCode:
+class KernelTexts:
     """The texts of a kernel.
 
     Attributes:
@@ -95,7 +95,7 @@ class KernelCode:
 
 def code_of(
     build: Build, counted: Sequence[PtxLine] | None, spec_file: PythonText | None = None
-) -> KernelCode:
+) -> KernelTexts:
     """The linked texts of a compiled kernel.
 
     Args:
@@ -106,7 +106,7 @@ def code_of(
     lines = counted or ptx_lines(emulator.load(build.ptx, source.name))
     python, mods = python_of(source, spec_file)
     sass, opcodes = sass_of(build)
-    return KernelCode(
+    return KernelTexts(
         python=python,
         cuda=_cut(LinkedText(source.filename, tuple(source.text.splitlines()))),
         ptx=_cut(_ptx_text(build, lines)),

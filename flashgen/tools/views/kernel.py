@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.kernels.pipeline import Build
 from flashgen.kernels.planner.duration import Duration
-from flashgen.tools.views.code import KernelCode, code_of
+from flashgen.tools.views.code import KernelTexts, code_of
 from flashgen.tools.views.python_lines import PythonText
 from flashgen.tools.views.values import Figure, KernelPane, Row
 from ptx_emulator.counters.ptx_lines import PtxLine
@@ -57,7 +57,7 @@ def _fact_rows(build: Build) -> tuple[Row, ...]:
     )
 
 
-def _static_figures(build: Build, code: KernelCode) -> list[Figure]:
+def _static_figures(build: Build, code: KernelTexts) -> list[Figure]:
     used, plan = build.binary.resources, build.plan
     figures = [
         Figure("registers per thread, at launch", used.registers, "", "static"),

@@ -19,7 +19,7 @@ from flashgen.kernels.planner.derivation import printed_line
 from flashgen.kernels.planner.formulas import counted
 from flashgen.kernels.planner.quantities import QUANTITIES
 from flashgen.shared.errors import RenderError
-from flashgen.tools.views.code import METRICS, KernelCode
+from flashgen.tools.views.code import METRICS, KernelTexts
 from flashgen.tools.views.plots import histogram_plot, roofline_plot, schedule_plot
 from flashgen.tools.views.values import Figure, Page, Side
 
@@ -148,7 +148,7 @@ def _packed(page: Page) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _kernel_data(code: KernelCode, tile_map: Any) -> dict[str, Any]:
+def _kernel_data(code: KernelTexts, tile_map: Any) -> dict[str, Any]:
     texts = {"python": code.python, "cuda": code.cuda, "ptx": code.ptx, "sass": code.sass}
     return {
         "texts": {name: vars(text) for name, text in texts.items()},

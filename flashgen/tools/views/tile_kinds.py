@@ -23,7 +23,7 @@ _SAMPLES = 8
 """Queries and keys of a tile at which masks are evaluated first where tiles are many."""
 
 
-class Kind(IntEnum):
+class TileKind(IntEnum):
     """What a kernel does in a tile, and the exact class where it differs."""
 
     SKIPPED = 0
@@ -39,7 +39,7 @@ class Classified:
     """The kinds of the tiles of a group of heads.
 
     Attributes:
-        kinds: uint8 [query tiles, key tiles], of `Kind`.
+        kinds: uint8 [query tiles, key tiles], of `TileKind`.
         kept_scores: the number of scores that the mask keeps; None where it was not counted.
         evaluated: the number of scores at which the mask was evaluated.
     """
@@ -59,8 +59,10 @@ def classify(call: MaskCall, group: HeadGroup, budget: int) -> Classified:
     the analysis proves that its bounds are exact.
     """
     visited, full = _by_kernel(call, group)
-    kinds = np.where(visited, np.where(full, Kind.FULL, Kind.MIXED), Kind.SKIPPED).astype(np.uint8)
-    masked = np.nonzero(kinds == Kind.MIXED)
+    kinds = np.where(
+        visited, np.where(full, TileKind.FULL, TileKind.MIXED), TileKind.SKIPPED
+    ).astype(np.uint8)
+    masked = np.nonzero(kinds == TileKind.MIXED)
     tile = (call.tile.block_q, call.tile.block_k)
     scores = len(masked[0]) * tile[0] * tile[1]
     if scores <= budget:
@@ -73,11 +75,11 @@ def classify(call: MaskCall, group: HeadGroup, budget: int) -> Classified:
         return Classified(kinds, _kept_by_rows(call, group), 0)
     few = min(tile[0], _SAMPLES), min(tile[1], _SAMPLES)
     samples = len(masked[0]) * few[0] * few[1]
-    kinds[masked] = Kind.NOT_DECIDED
+    kinds[masked] = TileKind.NOT_DECIDED
     if samples > budget:
         return Classified(kinds, _kept_by_rows(call, group), 0)
     any_kept, all_kept, _ = _evaluated(call, group, masked, few)
-    kinds[masked] = np.where(any_kept & ~all_kept, Kind.MIXED, Kind.NOT_DECIDED)
+    kinds[masked] = np.where(any_kept & ~all_kept, TileKind.MIXED, TileKind.NOT_DECIDED)
     left = tuple(indices[~any_kept | all_kept] for indices in masked)
     scores = len(left[0]) * tile[0] * tile[1]
     if samples + scores <= budget:
@@ -89,8 +91,8 @@ def classify(call: MaskCall, group: HeadGroup, budget: int) -> Classified:
 
 def _kinds_of(any_kept: Array, all_kept: Array) -> Array:
     """The kinds of tiles that a kernel masks, by whether some and all of their scores are kept."""
-    partly = np.where(any_kept, Kind.MIXED, Kind.EMPTY_BUT_VISITED)
-    return np.where(all_kept, Kind.FULL_BUT_MASKED, partly).astype(np.uint8)
+    partly = np.where(any_kept, TileKind.MIXED, TileKind.EMPTY_BUT_VISITED)
+    return np.where(all_kept, TileKind.FULL_BUT_MASKED, partly).astype(np.uint8)
 
 
 def elements_of(call: MaskCall, group: HeadGroup, queries: range, keys: range) -> Array:

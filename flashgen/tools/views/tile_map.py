@@ -12,7 +12,7 @@ from flashgen.shared.errors import InputError
 from flashgen.tools.views.drawing import Array, Drawing, Grid, LegendEntry, percent, ranges
 from flashgen.tools.views.mask_call import HeadGroup, MaskCall, Pair
 from flashgen.tools.views.shown import Shown
-from flashgen.tools.views.tile_kinds import Kind, elements_of
+from flashgen.tools.views.tile_kinds import TileKind, elements_of
 
 MOST_GRIDS = 12
 """Different maps that one picture shows."""
@@ -20,23 +20,33 @@ MOST_GRIDS = 12
 _MOST_ELEMENTS = 1 << 22
 
 _LEGEND = (
-    (Kind.SKIPPED, "skip", "·", "skipped: every score is masked"),
-    (Kind.FULL, "full", "█", "visited without the mask: every score is kept"),
-    (Kind.MIXED, "mixed", "▒", "visited with the mask: some scores are kept"),
-    (Kind.FULL_BUT_MASKED, "masked", "▓", "visited with the mask, although every score is kept"),
-    (Kind.EMPTY_BUT_VISITED, "empty", "x", "visited with the mask, although no score is kept"),
-    (Kind.NOT_DECIDED, "open", "?", "visited with the mask: the exact class was not computed"),
+    (TileKind.SKIPPED, "skip", "·", "skipped: every score is masked"),
+    (TileKind.FULL, "full", "█", "visited without the mask: every score is kept"),
+    (TileKind.MIXED, "mixed", "▒", "visited with the mask: some scores are kept"),
+    (
+        TileKind.FULL_BUT_MASKED,
+        "masked",
+        "▓",
+        "visited with the mask, although every score is kept",
+    ),
+    (TileKind.EMPTY_BUT_VISITED, "empty", "x", "visited with the mask, although no score is kept"),
+    (TileKind.NOT_DECIDED, "open", "?", "visited with the mask: the exact class was not computed"),
 )
 _EXACT = {
-    "empty": (Kind.SKIPPED, Kind.EMPTY_BUT_VISITED),
-    "mixed": (Kind.MIXED,),
-    "full": (Kind.FULL, Kind.FULL_BUT_MASKED),
-    "not computed": (Kind.NOT_DECIDED,),
+    "empty": (TileKind.SKIPPED, TileKind.EMPTY_BUT_VISITED),
+    "mixed": (TileKind.MIXED,),
+    "full": (TileKind.FULL, TileKind.FULL_BUT_MASKED),
+    "not computed": (TileKind.NOT_DECIDED,),
 }
 _BY_KERNEL = {
-    "empty": (Kind.SKIPPED,),
-    "mixed": (Kind.MIXED, Kind.FULL_BUT_MASKED, Kind.EMPTY_BUT_VISITED, Kind.NOT_DECIDED),
-    "full": (Kind.FULL,),
+    "empty": (TileKind.SKIPPED,),
+    "mixed": (
+        TileKind.MIXED,
+        TileKind.FULL_BUT_MASKED,
+        TileKind.EMPTY_BUT_VISITED,
+        TileKind.NOT_DECIDED,
+    ),
+    "full": (TileKind.FULL,),
 }
 
 
@@ -79,7 +89,7 @@ class HeadTiles:
 
     Attributes:
         pairs: the pairs (b, h); with packed sequences b is the number of the sequence.
-        kinds: uint8 [query tiles, key tiles], of `flashgen.tools.views.tile_kinds.Kind`.
+        kinds: uint8 [query tiles, key tiles], of `flashgen.tools.views.tile_kinds.TileKind`.
         kept: the number of scores of one pair that the mask keeps; None where it was not counted.
         place: the axes of queries and keys.
     """
@@ -132,14 +142,14 @@ class TileMap(Shown):
         return sum(len(head_tiles.pairs) * head_tiles.kinds.size for head_tiles in self.heads)
 
     @property
-    def kinds(self) -> dict[Kind, int]:
+    def kinds(self) -> dict[TileKind, int]:
         """The number of tiles of each kind, of all pairs."""
-        counts = np.zeros(len(Kind), dtype=np.int64)
+        counts = np.zeros(len(TileKind), dtype=np.int64)
         for head_tiles in self.heads:
             counts += len(head_tiles.pairs) * np.bincount(
-                head_tiles.kinds.ravel(), minlength=len(Kind)
+                head_tiles.kinds.ravel(), minlength=len(TileKind)
             )
-        return {kind: int(counts[kind]) for kind in Kind}
+        return {kind: int(counts[kind]) for kind in TileKind}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -159,7 +169,7 @@ class TileMap(Shown):
     @property
     def exact(self) -> bool:
         """Whether the exact class of every tile is known."""
-        return not self.kinds[Kind.NOT_DECIDED]
+        return not self.kinds[TileKind.NOT_DECIDED]
 
     @property
     def density(self) -> float:
@@ -261,13 +271,13 @@ class TileMap(Shown):
         legend = [
             LegendEntry(kind, style, mark, text, counts[kind])
             for kind, style, mark, text in _LEGEND
-            if kind in (Kind.SKIPPED, Kind.FULL, Kind.MIXED) or self.kinds[kind]
+            if kind in (TileKind.SKIPPED, TileKind.FULL, TileKind.MIXED) or self.kinds[kind]
         ]
         p = call.problem
         lengths = f"{p.seq_q:,} queries x {p.seq_k:,} keys"
         tile = f"tiles of {self.tile[0]} x {self.tile[1]} ({call.tile.origin})"
         share = f"; the mask keeps {100 * self.kept:.1f} % of the scores" if self.kept else ""
-        visited = percent(total - self.kinds[Kind.SKIPPED], total)
+        visited = percent(total - self.kinds[TileKind.SKIPPED], total)
         notes = list(self._notes)
         if len(self.heads) > MOST_GRIDS:
             notes.append(

@@ -14,7 +14,7 @@ from flashgen.kernels.pipeline import Build
 from flashgen.kernels.planner import Plan
 from flashgen.kernels.planner.duration import Duration
 from flashgen.shared.launch_facts import CONVERT_KERNELS
-from flashgen.tools.views.code import KernelCode
+from flashgen.tools.views.code import KernelTexts
 
 if TYPE_CHECKING:
     from flashgen.reference import Verdict
@@ -131,7 +131,7 @@ class KernelPane:
 
     title: str
     build: Build
-    code: KernelCode
+    code: KernelTexts
     facts: tuple[Row, ...]
     figures: tuple[Figure, ...]
     profile: Profile | None = None
