@@ -324,6 +324,10 @@ USES = {
     "torch.autograd.forward_ad._set_fwd_grad_enabled": Use(
         "turns forward mode on again for outer transforms", lambda enable: enable(True).__enter__
     ),
+    "torch.autograd.function._SingleLevelFunction": Use(
+        "has functions that are called once for each level of torch.func",
+        lambda base: not issubclass(base, torch.autograd.Function),
+    ),
     "torch.compiler._is_compiling_flag": Use(
         "reads graphs outside of the trace that asks", lambda flag: flag is False
     ),

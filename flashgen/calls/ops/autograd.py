@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from flashgen.calls.ops.operator import Operator
 from flashgen.calls.ops.vmap import map_call
@@ -494,7 +495,7 @@ def push(
     """The tangents of out and lse; differentiable."""
     tensors = _for_push(operands, results, moving)
     if _are_plain_operands(tensors, operands.q):
-        tangents: tuple[Tensor, ...] = push_plain(operator, options, *tensors)
+        tangents: tuple[Tensor, ...] = apply_push(operator, options, *tensors)
         return tangents
     _refuse_dtensors(operands.q)
     return operator.dispatch_tangent(operands, results, moving, options)
@@ -513,7 +514,7 @@ def push_gradients(
         _refuse_entropy()
     tensors = _for_push(operands, (*gradients, *result_tangents), moving)
     if _are_plain_operands(tensors, operands.q):
-        tangents: tuple[Tensor, ...] = push_gradients_plain(operator, options, *tensors)
+        tangents: tuple[Tensor, ...] = apply_push_gradients(operator, options, *tensors)
         return tangents
     _refuse_dtensors(operands.q)
     return operator.dispatch_backward_tangent(operands, gradients, moving, result_tangents, options)
@@ -567,10 +568,35 @@ def _refuse_dtensors(q: Any) -> None:
         )
 
 
-# Function.apply first looks for transforms of torch.func, which takes several times as long as the
-# rest of the call. The functions below are for calls without transforms, or at one level of them.
-attend: Any = super(torch.autograd.Function, Attend).apply
+def _at_one_level(function: Any) -> Any:
+    """What applies a function for torch's dispatcher, once for each level of torch.func.
+
+    `Function.apply` gives each call to all transforms at once. A function that is no subclass of
+    torch.autograd.Function is left to the level that calls it.
+    """
+    plain = super(torch.autograd.Function, function).apply
+    methods = ("forward", "setup_context", "backward", "jvp")
+    level: Any = type(
+        function.__name__,
+        (_SingleLevelFunction,),
+        {method: getattr(function, method) for method in methods},
+    )
+
+    def apply(*arguments: Any) -> Any:
+        if not _transforms_are_active():
+            return plain(*arguments)
+        from torch._functorch.utils import enable_single_level_autograd_function
+
+        with enable_single_level_autograd_function():
+            return level.apply(*arguments)
+
+    return apply
+
+
+attend = _at_one_level(Attend)
+# Until torch 2.13 `Function.apply` is written in Python, and looks for transforms in several times
+# the time of the rest of a call. Plain tensors have none.
 attend_plain: Any = super(torch.autograd.Function, AttendPlain).apply
-differentiate: Any = super(torch.autograd.Function, Differentiate).apply
-push_plain: Any = super(torch.autograd.Function, Push).apply
-push_gradients_plain: Any = super(torch.autograd.Function, PushGradients).apply
+differentiate = _at_one_level(Differentiate)
+apply_push = _at_one_level(Push)
+apply_push_gradients = _at_one_level(PushGradients)

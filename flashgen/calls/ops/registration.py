@@ -10,12 +10,10 @@ tensor.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +24,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from flashgen.calls.ops import dtensors
 from flashgen.calls.ops.autograd import (
+    apply_push,
+    apply_push_gradients,
     attend,
     differentiate,
     differentiate_native,
-    push_gradients_plain,
-    push_plain,
 )
 from flashgen.calls.ops.flops import register_flops
 from flashgen.calls.ops.operator import FLOATS, NEEDED, Operator
@@ -143,14 +141,12 @@ def register(operator: Operator) -> None:
             check_learned(signature, captured)
         if rng is not None:
             _save_for_backward(rng)
-        with _one_level():
-            return attend(operator, operator.options(by_name, floats), q, k, v, rng, *captured)
+        return attend(operator, operator.options(by_name, floats), q, k, v, rng, *captured)
 
     def autograd_backward(*tensors: Any, **by_name: Any) -> Any:
         (q, k, v, captured, rng), gradients, floats = _values(operator, tensors, 4)
         options, needed = operator.options(by_name, floats), _needed(operator, by_name)
-        with _one_level():
-            return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
+        return differentiate(operator, options, needed, q, k, v, *gradients, rng, *captured)
 
     def fake(*tensors: Any, **by_name: Any) -> Any:
         operands, _, floats = _values(operator, tensors)
@@ -230,8 +226,7 @@ def _register_tangents(operator: Operator) -> None:
         def autograd(*tensors: Any, **by_name: Any) -> Any:
             (q, k, v, captured, rng), results, moving, options = arguments_of(tensors, by_name)
             arguments = (*results, rng, q, k, v, *captured, *moving[:3], *moving.captured)
-            with _one_level():
-                return function(operator, options, *arguments)
+            return function(operator, options, *arguments)
 
         return autograd
 
@@ -249,8 +244,8 @@ def _register_tangents(operator: Operator) -> None:
         return *fake(*tensors, **by_name), *rows, *(x.new_empty(x.shape) for x in learned)
 
     operators = (
-        ("tangent", kernel, autograd_by(push_plain), fake, 2),
-        ("backward_tangent", kernel_backward, autograd_by(push_gradients_plain), fake_backward, 8),
+        ("tangent", kernel, autograd_by(apply_push), fake, 2),
+        ("backward_tangent", kernel_backward, autograd_by(apply_push_gradients), fake_backward, 8),
     )
     for suffix, compute, autograd, meta, results in operators:
         overload = _implement(f"{operator.name}_{suffix}", compute, autograd, meta)
@@ -404,15 +399,6 @@ def _sorted(operator: Operator, arguments: tuple[Any, ...], results: int) -> tup
 def _needed(operator: Operator, by_name: Mapping[str, Any]) -> tuple[bool, ...]:
     needed = by_name.get(NEEDED)
     return (True,) * len(operator.learned) if needed is None else tuple(needed)
-
-
-def _one_level() -> AbstractContextManager[None]:
-    """Allows the transforms of torch.func, which call an operator once for each level."""
-    if not torch._C._are_functorch_transforms_active():
-        return contextlib.nullcontext()
-    from torch._functorch.utils import enable_single_level_autograd_function
-
-    return enable_single_level_autograd_function()
 
 
 def _save_for_backward(rng: Tensor) -> None:
