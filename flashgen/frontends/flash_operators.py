@@ -467,6 +467,8 @@ class Activation:
     _library: Any  # torch's Library has no types
 
     def __init__(self, key: str) -> None:
+        from torch.nn.attention import varlen  # takes seconds: it imports torch.compile
+
         reasons = ReasonsTold()
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
@@ -477,11 +479,20 @@ class Activation:
                 self._library.impl(name, kernel, key, with_keyset=True)
         self._prefers_cudnn: bool = torch._C._get_cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # From torch 2.14 on varlen_attn prefers cuDNN too, and asks no setting.
+        self._varlen = varlen
+        self._varlen_prefers_cudnn = varlen._should_use_cudnn
+        self._varlen._should_use_cudnn = _never  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Brings the former kernels back, and the preference of cuDNN."""
         self._library._destroy()
         torch.backends.cuda.enable_cudnn_sdp(self._prefers_cudnn)
+        self._varlen._should_use_cudnn = self._varlen_prefers_cudnn
+
+
+def _never(_device: int) -> bool:
+    return False
 
 
 def _former(name: str, key: str) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.attention as registry
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
 import flashgen as fg
@@ -194,8 +195,9 @@ def has_kernel(key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(SDPA, key)
 
 
-def test_restoring_brings_back_what_was_before() -> None:
+def test_restoring_brings_back_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch._C._get_cudnn_sdp_enabled()
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda _: True)  # as on a Hopper GPU
     kernels = has_kernel("CUDA"), has_kernel("CPU")
     register()
     assert "flashgen" in registry.list_flash_attention_impls()
@@ -203,9 +205,11 @@ def test_restoring_brings_back_what_was_before() -> None:
     assert registry.current_flash_attention_impl() == "flashgen"
     assert has_kernel("CUDA")
     assert not torch._C._get_cudnn_sdp_enabled()
+    assert not varlen._should_use_cudnn(0)
     registry.restore_flash_attention_impl()
     assert (has_kernel("CUDA"), has_kernel("CPU")) == kernels
     assert torch._C._get_cudnn_sdp_enabled() == before
+    assert varlen._should_use_cudnn(0)
 
 
 def test_what_is_not_served_takes_the_former_kernel_with_one_warning() -> None:

@@ -328,6 +328,9 @@ USES = {
         "has functions that are called once for each level of torch.func",
         lambda base: not issubclass(base, torch.autograd.Function),
     ),
+    "torch.nn.attention.varlen._should_use_cudnn": Use(
+        "turns the preference of cuDNN in varlen_attn off", callable
+    ),
     "torch.compiler._is_compiling_flag": Use(
         "reads graphs outside of the trace that asks", lambda flag: flag is False
     ),
