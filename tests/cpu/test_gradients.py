@@ -148,7 +148,7 @@ def test_an_extremum_of_a_clamped_element_has_the_derivative_of_the_clamp(extrem
         dtype="float32",
     )
     q, k, v = Case(5, 9, 1, 1, 1, "float32", 8).tensors()
-    own = torch.linspace(-1.6, 1.6, 9).requires_grad_()
+    own = torch.linspace(-1.6, 1.5, 9).requires_grad_()  # none at a bound
     fg.attention(spec)(q, k, v, table=own).square().sum().backward()
     given = own.detach().clone().requires_grad_()
     bound = torch.tensor(0.25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -197,3 +198,38 @@ def test_numbers_that_a_mod_makes_need_no_values_of_the_call(fake: bool) -> None
     with FakeTensorMode() if fake else nullcontext():
         q = torch.zeros(1, 2, 20, 16, device="cpu" if fake else "meta")
         assert fg.flex_attention(q, q, q, halves).shape == q.shape
+
+
+EQUAL_NUMBERS = {
+    "clamp": lambda x, y: x.clamp(-1, 1),
+    "clamp of a side": lambda x, y: x.clamp(min=0.0) + 2 * x.clamp_max(1.0),
+    "clamp of no width": lambda x, y: x.clamp(1.0, 1.0),
+    "clamp by a tensor": lambda x, y: torch.clamp(x, min=y),
+    "clamp by two tensors": lambda x, y: torch.clamp(x, y, y + 1),
+    "relu": lambda x, y: x.relu() + functional.relu6(x) + functional.leaky_relu(x, 0.2),
+    "hard": lambda x, y: (
+        functional.hardtanh(x) + 2 * functional.hardsigmoid(3 * x) + functional.hardswish(3 * x)
+    ),
+    "extrema": lambda x, y: torch.maximum(x, y) + 3 * torch.minimum(x, y),
+    "extrema but NaN": lambda x, y: torch.fmax(x, y) + 3 * torch.fmin(x, y),
+    "abs": lambda x, y: x.abs() + (x - y).abs(),
+    "thresholds": lambda x, y: (
+        functional.threshold(x, 0.0, 0.5) + functional.softshrink(x) + functional.hardshrink(x, 1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("function", EQUAL_NUMBERS.values(), ids=EQUAL_NUMBERS)
+def test_gradients_at_a_bound_are_those_of_torch(function: Callable[..., Tensor]) -> None:
+    """They differ between releases of torch."""
+    x = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], requires_grad=True)
+    y = torch.tensor([-1.0, -1.0, 0.0, 0.0, 0.5, 2.0, 1.0], requires_grad=True)
+    q, k, v = (torch.randn(1, 1, length, 16) for length in (5, 7, 7))
+    scores = q @ k.mT / 4 + function(x, y)
+    (scores.softmax(3) @ v).square().sum().backward()
+    wanted, x.grad, y.grad = (x.grad, y.grad), None, None
+    out = fg.flex_attention(q, k, v, lambda s, b, h, i, j: s + function(x[j], y[j]))
+    out.square().sum().backward()
+    for tensor, gradient in zip((x, y), wanted, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(tensor.grad, gradient, rtol=1e-4, atol=1e-5)

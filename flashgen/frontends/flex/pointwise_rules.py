@@ -35,6 +35,7 @@ from flashgen.spec.language.traced import Traced, Value
 
 Rule = Callable[..., Entry]
 
+_ZERO, _ONE = Value(sympy.S.Zero), Value(sympy.S.One)
 LN_10 = Value(Log(sympy.Integer(10)))
 LARGEST_FACTOR = 2**40
 
@@ -247,7 +248,40 @@ def _clamp(
     if not result.dtype.is_floating_point:
         value = value if lower is None else fg.maximum(value, lower)
         return Entry(value if upper is None else fg.minimum(value, upper))
-    return Entry(fg.clamp(value, lower, upper))  # torch's gradient at a bound is that of the value
+    if not _BOUNDS_SHARE_GRADIENTS:
+        return Entry(fg.clamp(value, lower, upper))  # at a bound the gradient is that of the value
+    if lower is not None:
+        value = _above(value, lower) if _is_same(lower) else fg.maximum(value, lower)
+    if upper is not None:
+        value = _below(value, upper) if _is_same(upper) else fg.minimum(value, upper)
+    return Entry(value)
+
+
+_BOUNDS_SHARE_GRADIENTS = torch.__version__ >= "2.14"
+"""Whether torch's gradient of a clamped value is 0 at a number, and half at an element."""
+
+
+def _is_same(bound: Traced) -> bool:
+    """Whether a bound is a number of the call, and no element and no position."""
+    numbers = {c.expr for c in bound.captures if isinstance(c, Scalar)}
+    return bound.expr.free_symbols <= numbers and len(numbers) == len(bound.captures)
+
+
+def _above(value: Traced, bound: Traced) -> Traced:
+    """The value or the bound, which has the gradient where they are equal; NaN where it is."""
+    return where(value <= bound, bound, value)
+
+
+def _below(value: Traced, bound: Traced) -> Traced:
+    return where(value >= bound, bound, value)
+
+
+def _hard_tanh(x: Traced, low: Traced = -_ONE, high: Traced = _ONE) -> Traced:
+    return _below(_above(x, low), high)
+
+
+def _hard_sigmoid(x: Traced) -> Traced:
+    return _hard_tanh(x / 6 + 0.5, _ZERO)
 
 
 def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
@@ -259,12 +293,16 @@ def _extremum(name: str, function: Callable[[Traced, Traced], Traced]) -> Rule:
     return rule
 
 
-def _number_of(function: Callable[[Traced, Traced], Traced]) -> Callable[..., Traced]:
+def _number_of(
+    function: Callable[[Traced, Traced], Traced], compare: Callable[[Traced, Traced], Traced]
+) -> Callable[..., Traced]:
     """An extremum that is NaN only where both sides are NaN."""
 
     def extremum(a: Traced, b: Traced) -> Traced:
         if is_int(a.expr) and is_int(b.expr):
             return function(a, b)
+        if not _BOUNDS_SHARE_GRADIENTS:  # the first of two equal numbers has the gradient
+            return where(compare(a, b) | (b != b), a, b)
         return where(a != a, b, where(b != b, a, function(a, b)))
 
     return extremum
@@ -286,7 +324,7 @@ def _signbit(x: Traced) -> Traced:
 
 def _inverse_sinh(x: Traced) -> Traced:
     size = where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is 1
-    result = fg.log1p(size + size * (size / (1 + _hypotenuse(size, Value(sympy.S.One)))))
+    result = fg.log1p(size + size * (size / (1 + _hypotenuse(size, _ONE))))
     result = where(size == math.inf, size, result)
     return where(x < 0, -result, result)
 
@@ -366,6 +404,9 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "ceil": lambda x: -fg.floor(-x),
     "frac": lambda x: x - where(x < 0, -fg.floor(-x), fg.floor(x)),
     "relu": lambda x: where(x <= 0, 0, x),  # NaN where x is
+    "hardtanh": _hard_tanh,
+    "hardsigmoid": _hard_sigmoid,
+    "hardswish": lambda x: x * _hard_sigmoid(x),
     **{name: getattr(fg, name) for name in FUNCTIONS},
 }
 _CONDITIONS: dict[str, Callable[..., Traced]] = {
@@ -406,8 +447,8 @@ RULES: dict[str, Rule] = {
     "clamp_max": lambda result, x, max: _clamp(result, x, None, max),
     "minimum": _extremum("minimum", fg.minimum),
     "maximum": _extremum("maximum", fg.maximum),
-    "fmin": _extremum("minimum", _number_of(fg.minimum)),
-    "fmax": _extremum("maximum", _number_of(fg.maximum)),
+    "fmin": _extremum("minimum", _number_of(fg.minimum, operator.le)),
+    "fmax": _extremum("maximum", _number_of(fg.maximum, operator.ge)),
     "_to_copy": _copy,
     "detach": _detach,
     **{name: _bitwise(function) for name, function in _BITS.items()},
