@@ -7,6 +7,7 @@ other one is undefined if a bit of a source is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ ALL = int(ALL_BITS)
 _NONE = np.uint64(0)
 # Bit n of their result depends on bit n of each source alone.
 _BITWISE = ("ld", "ldu", "mov", "selp", "shfl", "not", "xor")
+# The truth tables of these as lop3 has them, with a third operand of zeros.
+_TABLES = {"and": 0xC0, "or": 0xFC}
 
 
 def whole(marks: Any) -> Any:
@@ -82,6 +85,29 @@ def inserted_marks(field: Any, marks: Any, start: int, length: int, size: int) -
     return (field << np.uint64(start) & within) | (marks & ~within) | np.uint64(above(size))
 
 
+def field_marks(marks: Any, start: int, length: int, size: int, signed: bool) -> Any:
+    """The marks of a field of a register of ``size`` bytes, which is moved to bit 0 and extended
+    by zeros, or by its sign if it is ``signed``."""
+    bits = 8 * size
+    length = min(length, bits)
+    if not signed:
+        above_field = np.uint64(ALL & -(1 << length))
+        return (shifted_marks(marks, -start, size) | above_field) if length else ALL_BITS
+    if not length:
+        return ALL_BITS
+    last = min(start + length, bits) - 1
+    sign = np.where(marks >> np.uint64(last) & np.uint64(1) != 0, ALL_BITS, _NONE)
+    inside = np.uint64((1 << max(last - start, 0)) - 1)
+    field = (marks | np.uint64(above(size))) >> np.uint64(min(start, 63))
+    return (field & inside) | (sign & ~inside) | np.uint64(above(size))
+
+
+def funnel_marks(low: Any, high: Any, by: int) -> Any:
+    """The marks of bits ``by`` to ``by`` + 31 of two registers of 32 bits."""
+    both = (low & np.uint64(0xFFFFFFFF)) | high << np.uint64(32)
+    return both >> np.uint64(by) | np.uint64(above(4))
+
+
 def marks_of_result(g: Generator, ins: Instruction, to: int) -> str:
     """An expression for the marks of register ``to``, after the sources have been read."""
     common = " & ".join(sorted(set(g.defined))) or g.literal(ALL, "u8")
@@ -91,11 +117,14 @@ def marks_of_result(g: Generator, ins: Instruction, to: int) -> str:
         return _moved(g, ins, to, size) if size <= 8 else f"whole({common})"
     if ins.op in _BITWISE:
         return common
-    if ins.op in ("and", "or"):
-        a, b = ins.operands[1:3]
-        return (
-            f"({_marks(g, a)} | {_known(g, b, ins.op)}) & ({_marks(g, b)} | {_known(g, a, ins.op)})"
+    if ins.op in _TABLES:
+        return _logic(g, [*ins.operands[1:3], Imm(0)], _TABLES[ins.op], size)
+    if ins.op == "lop3":
+        table, combined = (
+            g.program.constant_of(ins.operands[4]),
+            {"or", "and"}.intersection(ins.mods),
         )
+        return f"whole({common})" if combined else _logic(g, ins.operands[1:4], table or 0, 4)
     integers = len(kinds) == 2 and {kind[0] for kind in kinds} <= {"u", "s"}
     if ins.op == "cvt" and integers and "sat" not in ins.mods:
         narrow = min(kinds, key=TYPE_BYTES.__getitem__)
@@ -103,13 +132,22 @@ def marks_of_result(g: Generator, ins: Instruction, to: int) -> str:
             return f"({common}) | {g.literal(above(TYPE_BYTES[narrow]), 'u8')}"
         return f"extended_marks({common}, {TYPE_BYTES[narrow]}, {g.program.dtype[to][1:]})"
     count = g.program.constant_of(ins.operands[-1]) if len(ins.operands) > 2 else None
-    if ins.op in ("shl", "shr") and count is not None and kinds[-1][0] != "s":
+    if ins.op in ("shl", "shr") and count is not None:
+        if kinds[-1][0] == "s":
+            return f"field_marks({_marks(g, ins.operands[1])}, {count}, {8 * size}, {size}, True)"
         bits = count if ins.op == "shl" else -count
         return f"shifted_marks({_marks(g, ins.operands[1])}, {bits}, {size})"
+    if ins.op == "shf" and count is not None:
+        by = count & 31 if "wrap" in ins.mods else min(count, 32)
+        low, high = (_marks(g, o) for o in ins.operands[1:3])
+        return f"funnel_marks({low}, {high}, {by if 'r' in ins.mods else 32 - by})"
     if ins.op == "prmt" and count is not None and ins.mods == ("b32",):
         return f"picked_marks({_marks(g, ins.operands[1])}, {_marks(g, ins.operands[2])}, {count})"
-    if ins.op == "bfi":
-        start, length = (g.program.constant_of(o) for o in ins.operands[3:])
+    if ins.op in ("bfi", "bfe"):
+        start, length = (g.program.constant_of(o) for o in ins.operands[-2:])
+        if ins.op == "bfe" and start is not None and length is not None:
+            field = f"{_marks(g, ins.operands[1])}, {start & 255}, {length & 255}"
+            return f"field_marks({field}, {size}, {kinds[-1][0] == 's'})"
         if start is not None and length is not None and start < 64:
             field, into = (_marks(g, o) for o in ins.operands[1:3])
             return f"inserted_marks({field}, {into}, {start}, {length}, {size})"
@@ -121,10 +159,33 @@ def _marks(g: Generator, operand: Operand) -> str:
     return g.literal(ALL, "u8") if slot is None else g.current(slot)
 
 
-def _known(g: Generator, operand: Operand, op: str) -> str:
-    """The bits of a constant that decide the result of a logical operation; none of a register."""
-    value = 0 if not isinstance(operand, Imm) else operand.value if op == "or" else ~operand.value
-    return g.literal(value & ALL, "u8")
+def _logic(g: Generator, operands: Sequence[Operand], table: int, size: int) -> str:
+    """The marks of a function of three operands, bit by bit, with a truth table as lop3 has it.
+
+    A bit depends on an operand if that operand alone may change it, whatever the registers hold.
+    """
+    constants = [_constant(g, operand, size) for operand in operands]
+    parts = []
+    for number, operand in enumerate(operands):
+        if constants[number] is not None:
+            continue
+        depends = 0
+        for inputs in range(8):
+            if (table >> inputs ^ table >> (inputs ^ 4 >> number)) & 1:
+                possible = ALL
+                for other, constant in enumerate(constants):
+                    if constant is not None and other != number:
+                        possible &= constant if inputs & 4 >> other else ~constant
+                depends |= possible
+        parts.append(f"({_marks(g, operand)} | {g.literal(~depends & ALL, 'u8')})")
+    return " & ".join(parts) or g.literal(ALL, "u8")
+
+
+def _constant(g: Generator, operand: Operand, size: int) -> int | None:
+    """The bits of a constant operand of ``size`` bytes, else None."""
+    if isinstance(operand, Imm):
+        return operand.value & ALL
+    return g.program.constant_of(operand) if size <= 4 else None
 
 
 def _moved(g: Generator, ins: Instruction, to: int, size: int) -> str:

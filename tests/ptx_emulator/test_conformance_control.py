@@ -563,6 +563,7 @@ UNWRITTEN = "ld.local.u32 %d, [a+4];"
 HIGH = f"{UNWRITTEN} and.b32 %d, %d, 128;"  # bit 7 alone is not written
 WIDE = "ld.local.b128 %q, [a]; st.local.b128 [a+16], %q;"
 LOW = "cvt.u32.u64 %d, %x;"
+FIRST = "ld.local.u32 %d, [a];"  # bits 0 to 7 are written
 COPY = "ld.local.u64 %x, [a+8]; st.local.u64 [a+16], %x;"
 
 
@@ -591,6 +592,22 @@ COPY = "ld.local.u64 %x, [a+8]; st.local.u64 [a+16], %x;"
         (f"{FIELD} and.b32 %d, %d, 0x1F00;", None),
         ("ld.local.u32 %u, [a]; mov.u32 %d, 9; bfi.b32 %d, %u, %d, 28, 16;", 0x50000009),
         ("ld.local.u32 %u, [a+4]; mov.u32 %d, 9; bfi.b32 %d, %u, %d, 8, 256;", 9),
+        (f"{FIRST} lop3.b32 %d, %d, 0xFFFF, 0xFF00, 0xCA; and.b32 %d, %d, 0xFFFF00FF;", 5),
+        (f"{FIRST} mov.u32 %u, 0xF; lop3.b32 %d, %d, %u, 0x10, 0xEA;", 0x15),
+        (f"{FIRST} lop3.b32 %d, %d, 0x1F0, 0x10, 0xEA;", None),
+        (f"{FIRST} lop3.b32 %d, %d, 7, 9, 0xAA;", 9),
+        (f"{FIRST} shl.b32 %d, %d, 24; shr.s32 %d, %d, 20;", 0x50),
+        (f"{FIRST} shr.s32 %d, %d, 4; and.b32 %d, %d, 0x1F;", None),
+        (f"{FIRST} shr.s32 %d, %d, 4; and.b32 %d, %d, 0xF;", 0),
+        (f"{FIRST} bfe.u32 %d, %d, 2, 6;", 1),
+        (f"{FIRST} bfe.u32 %d, %d, 2, 7;", None),
+        (f"{FIRST} bfe.s32 %d, %d, 0, 3;", 0xFFFFFFFD),
+        (f"{FIRST} bfe.s32 %d, %d, 4, 5; and.b32 %d, %d, 15;", 0),
+        (f"{FIRST} bfe.s32 %d, %d, 4, 5; and.b32 %d, %d, 0x8000000F;", None),
+        (f"{FIRST} shf.l.wrap.b32 %d, 0, %d, 24;", 0x05000000),
+        (f"{FIRST} shf.r.wrap.b32 %d, 3, %d, 24; and.b32 %d, %d, 0xFFFF;", 0x500),
+        (f"{FIRST} shf.r.wrap.b32 %d, 3, %d, 24; and.b32 %d, %d, 0x1FFFF;", None),
+        (f"{FIRST} shf.l.clamp.b32 %d, 3, %d, 40;", 3),
         (f"{HIGH} prmt.b32 %d, %d, 0, 0x4448; and.b32 %d, %d, 127;", None),
         (f"{UNWRITTEN} or.b32 %d, %d, 128; prmt.b32 %d, %d, 0, 0x4448;", 255),
         (f"{HIGH} cvt.s32.s8 %d, %d; and.b32 %d, %d, 127;", 0),
