@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.bounds import check_window
 from ptx_emulator.isa.definedness import ALL
 from ptx_emulator.isa.floats import fma64
@@ -190,14 +191,16 @@ def mma_group(
     b: Any,
     c: Any,
     half: bool = False,
+    sparse: bool = False,
 ) -> list[Array]:
     """D = A B + C for a grid of tiles; ``c`` is ordered by (m, n, register).
 
-    The accumulators are of float32; with ``half`` of float16, two to a register.
+    The accumulators are of float32; with ``half`` of float16, two to a register. ``sparse``: half
+    of each four elements of A are left out.
     """
     kind_a, kind_b, k = form
     n, start = cohort.n, split_halves(c, cohort.n) if half else c
-    model = model_for(machine, "mma", kind_a, k, half)
+    model = model_for(machine, "mma", kind_a, k, half, sparse)
     product = multiply_matrices(n, (kind_a, kind_b), tiles, a, b, model, start).reshape(-1, n, 32)
     registers = list(product) if model else add_single(product, start)
     return join_halves(registers) if half else registers
@@ -314,10 +317,83 @@ def move_matrix(value: Any, n: int) -> Array:
     return _transposed(np.ascontiguousarray(spread(value, n)))
 
 
+# ---- sparse matrices
+#
+# Of each four units of a row of A, two are stored: elements of 8 or 16 bits, pairs of 4 bits, or
+# halves of 32 bits. Four bits of metadata hold their places, two bits each. Those of 16 units of 16
+# bits are half a register, the lower for the first eight rows and the upper for the others; of 32
+# units of 8 bits a register. The selector says which lanes of four hold them.
+
+
+def selectors(depth: int, unit: int) -> int:
+    """How many groups of lanes may hold the metadata of ``depth`` chunks of units."""
+    return (4 if unit == 2 else 2) * 2 // depth
+
+
+def places_of_units(words: Array, selector: int, depth: int, unit: int) -> Array:
+    """The places 0 to 3 of the stored units (n, 16 rows, units) from metadata (n, 32)."""
+    quads = words.reshape(-1, 8, 4)
+    parts = depth // 2
+    if unit == 2:
+        chosen = quads[:, :, parts * selector : parts * (selector + 1)]
+        rows = [chosen.astype(np.uint16), (chosen >> np.uint32(16)).astype(np.uint16)]
+        bits = 16
+    else:
+        rows = [quads[:, :, 2 * selector + half :: 2][:, :, :parts] for half in range(2)]
+        bits = 32
+    both = np.concatenate(rows, axis=1)[..., None]
+    return (both >> np.arange(0, bits, 2, dtype=both.dtype) & 3).reshape(len(quads), 16, -1)
+
+
+def spread_units(stored: Array, places: Array) -> Array:
+    """Rows (..., 2 units) with zeros in place of what rows of stored units leave out."""
+    dense = np.zeros((*stored.shape[:-1], 2 * stored.shape[-1]), stored.dtype)
+    index = 4 * (np.arange(stored.shape[-1]) // 2) + places
+    np.put_along_axis(dense, index, stored, axis=-1)
+    return dense
+
+
+def check_places(execution: Execution, places: Array, ordered: bool) -> None:
+    """Checks that each two places differ and, where ``ordered``, ascend."""
+    first, second = places[..., ::2], places[..., 1::2]
+    wrong = (first >= second if ordered else first == second).any(axis=(1, 2))
+    for row in np.flatnonzero(wrong & execution.active.any(axis=1))[:1]:
+        what = "the metadata of a sparse matrix names places that are not two of four in order"
+        pair = np.argwhere(first[row] >= second[row])[0]
+        numbers = f"row {pair[0]} of A, pair {pair[1]}: places {first[row][tuple(pair)]} and "
+        numbers += f"{second[row][tuple(pair)]}"
+        way_out = "store the lower place first, in the lower two bits"
+        execution.machine.fail(EmulatorError, what, execution.site(int(row)), numbers, way_out)
+
+
+def sparse_fragments(
+    execution: Execution, stored: Any, metadata: Any, selector: int, unit: int, ordered: bool
+) -> list[Array]:
+    """The registers of A, by (chunk along k, row half), from those of a sparse A."""
+    n, depth = execution.cohort.n, len(stored)
+    places = places_of_units(spread(metadata, n), selector, depth, unit)
+    check_places(execution, places, ordered)
+    words = np.stack([spread(v, n).reshape(n, 8, 4) for v in stored], axis=1)
+    rows = words.reshape(n, depth // 2, 2, 8, 4).transpose(0, 2, 3, 1, 4).reshape(n, 16, -1)
+    dense = spread_units(np.ascontiguousarray(rows).view(f"u{unit}"), places).view(np.uint32)
+    parts = dense.reshape(n, 2, 8, depth, 4)
+    return [
+        np.ascontiguousarray(parts[:, half, :, chunk]).reshape(n, 32)
+        for chunk in range(depth)
+        for half in range(2)
+    ]
+
+
 _SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 # (shape, operand type) -> 16-byte chunks along k
 _DEPTH = {
     (f"m16n8k{16 * depth // size}", kind): depth for kind, size in _SIZE.items() for depth in (1, 2)
+}
+# The same of sparse products, whose A has half as many
+_SPARSE_DEPTH = {
+    (f"m16n8k{16 * depth // size}", kind): depth
+    for kind, size in _SIZE.items()
+    for depth in ((2, 4) if size > 1 else (4,))
 }
 # Types of the accumulators, by the type of A
 SUMS = {
@@ -331,41 +407,59 @@ _DOUBLE = {"m8n8k4": (1, 1), "m16n8k4": (2, 1), "m16n8k8": (2, 2), "m16n8k16": (
 def emit_multiply(g: Generator, ins: Instruction) -> None:
     mods = g.mods
     g.need("sync", "aligned")
+    sparse = mods.take("sp", "sp::ordered_metadata")
     shape = next((m for m in mods.left if m.startswith("m") and "n" in m), "")
     mods.take(shape)
     g.need("row", "col")
     saturates = bool(mods.take("satfinite"))
     if "s32" in mods.left:
-        emit_integers(g, ins, shape, saturates)
+        emit_integers(g, ins, shape, saturates, sparse)
         return
     types = list(mods.left)
     if types == 4 * ["f64"]:
         emit_double(g, ins, shape)
         return
-    g.refuse_if(len(types) != 4, "sparse or block-scaled forms")
+    g.refuse_if(len(types) != 4, "block-scaled forms")
     mods.left.clear()
     d_type, a_type, b_type, c_type = types
-    depth = _DEPTH.get((shape, a_type))
-    if depth is None or depth != _DEPTH.get((shape, b_type)) or d_type != c_type:
+    depth = (_SPARSE_DEPTH if sparse else _DEPTH).get((shape, a_type))
+    if depth is None or _SIZE[a_type] != _SIZE.get(b_type) or d_type != c_type:
         raise g.unknown("this shape with these types")
-    a, b = _operands(g, ins.operands[1], 2 * depth), _operands(g, ins.operands[2], depth)
+    a = _left_operand(g, ins, depth, _SIZE[a_type], sparse)
+    b = _operands(g, ins.operands[2], depth)
     g.refuse_if(saturates, "saturation of floats")
     g.refuse_if(not go_together(a_type, b_type), "mixed operand types")
     form = (a_type, b_type, 16 * depth // _SIZE[a_type])
     g.refuse_if(d_type not in SUMS[a_type], "this accumulator")
     count = 2 if d_type == "f16" else 4
     to, start = (fragment_items(g, ins.operands[index], count) for index in (0, 3))
-    if d_type == "f32":
+    if d_type == "f32" and not sparse:
         _defer(g, form, depth, a, b, to, start)
         return
-    c = [g.read(o, "u4") for o in start]
+    dtype = "u4" if d_type == "f16" else "f4"
+    c = [g.read(o, dtype) for o in start]
     g.require_defined()
-    args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}"
-    out = g.let(f"mma_group(E, C, {form}, {(1, 1, depth)}, {args}, True)")
-    g.write_items(to, out + "[{}]", "u4")
+    args = f"{tuple_of(a)}, {tuple_of(b)}, {tuple_of(c)}, {d_type == 'f16'}, {bool(sparse)}"
+    out = g.let(f"mma_group(E, C, {form}, {(1, 1, depth)}, {args})")
+    g.write_items(to, out + "[{}]", dtype)
 
 
-def emit_integers(g: Generator, ins: Instruction, shape: str, saturates: bool) -> None:
+def _left_operand(
+    g: Generator, ins: Instruction, depth: int, size: int, sparse: str, halves: int = 2
+) -> list[str]:
+    """The registers of A; those of a sparse matrix with the zeros that it leaves out."""
+    if not sparse:
+        return _operands(g, ins.operands[1], halves * depth)
+    g.refuse_if(len(ins.operands) != 6, "this number of operands")
+    stored, metadata = _operands(g, ins.operands[1], depth), g.read(ins.operands[4], "u4")
+    unit, selector = min(size, 2), g.immediate(ins.operands[5], "a selector")
+    g.refuse_if(not 0 <= selector < selectors(depth, unit), "this selector")
+    arguments = f"{tuple_of(stored)}, {metadata}, {selector}, {unit}, {'ordered' in sparse}"
+    dense = g.let(f"sparse_fragments({g.execution()}, {arguments})")
+    return [f"{dense}[{index}]" for index in range(2 * depth)]
+
+
+def emit_integers(g: Generator, ins: Instruction, shape: str, saturates: bool, sparse: str) -> None:
     """mma.sync with integers of 8, 4 or 1 bits."""
     mods = g.mods
     logic = mods.take("xor", "and")
@@ -379,11 +473,13 @@ def emit_integers(g: Generator, ins: Instruction, shape: str, saturates: bool) -
         raise g.unknown("these types")
     # Halves of 16 rows, and chunks of 16 bytes along k
     width = 128 // (bits.pop() or 0)
-    shapes = {f"m{8 * h}n8k{d * width}": (h, d) for h, d in ((2, 1), (2, 2), (1, 1))}
-    g.refuse_if(shape not in shapes, "this shape with these types")
+    sizes = ((2, 2), (2, 4)) if sparse else ((2, 1), (2, 2), (1, 1))
+    shapes = {f"m{8 * h}n8k{d * width}": (h, d) for h, d in sizes}
+    g.refuse_if(shape not in shapes or (bool(sparse) and single), "this shape with these types")
     g.refuse_if(saturates and single, "saturation of this product")
     halves, depth = shapes[shape]
-    a, b = _operands(g, ins.operands[1], halves * depth), _operands(g, ins.operands[2], depth)
+    a = _left_operand(g, ins, depth, 1, sparse, halves)
+    b = _operands(g, ins.operands[2], depth)
     a += [g.literal(0, "u4")] * (2 - halves)
     to, start = (fragment_items(g, ins.operands[index], 2 * halves) for index in (0, 3))
     c = [g.read(o, "i4") for o in start]

@@ -122,8 +122,13 @@ def has_sums_of(gpu: str, target: str, instruction: str) -> bool:
     return model is not None and model == model_of(target, *arguments)
 
 
-def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) -> SumModel | None:
+def model_for(
+    machine: Wave, instruction: str, kind: str, k: int, half: bool, sparse: bool = False
+) -> SumModel | None:
     """`model_of` the architecture of a kernel's module; None in launches whose sums are rounded.
+
+    The products of ``sparse`` matrices, half of which are left out, are taken to be added in blocks
+    of as many as are made.
 
     Raises:
         UnknownInstruction: how the architecture adds is not known.
@@ -131,7 +136,7 @@ def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) ->
     if machine.config.sums == "rounded":
         return None
     program = machine.program
-    model = model_of(program.module.target, instruction, kind, k, half)
+    model = model_of(program.module.target, instruction, kind, k // (1 + sparse), half)
     if model is None:
         raise UnknownInstruction(
             "how the tensor cores of this architecture add is not known to the emulator",
@@ -140,7 +145,7 @@ def model_for(machine: Wave, instruction: str, kind: str, k: int, half: bool) ->
             way_out='sums="rounded" adds in float64; known are sm_80 and later, without 8-bit '
             "floats from sm_100 on",
         )
-    return model
+    return model._replace(products=2 * model.products, apart=2 * model.apart) if sparse else model
 
 
 _SCRATCH = threading.local()

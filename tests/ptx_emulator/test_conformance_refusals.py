@@ -49,8 +49,8 @@ WORDS = np.arange(64, dtype=np.uint32)
         ("mma.sync.aligned.m8n8k16.row.col.s32.s4.s4.s32 {%d, %d}, {%a}, {%a}, {%a, %a};", "s4"),
         (
             "mma.sp.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%d, %d}, {%a, %a}, {%a, %a}, "
-            "{%a, %a}, %a, 0x0;",
-            "mma.sp",
+            "{%a, %a}, %a, 0x4;",
+            "this selector",
         ),
         (
             "wmma.mma.xor.popc.sync.aligned.row.col.m8n8k128.s32.b1.b1.s32 {%d, %d}, {%a}, {%a}, "

@@ -1,0 +1,145 @@
+"""mma.sp: products by matrices of which two of each four elements of a row are stored.
+
+Where the metadata lies is that of CUTLASS's `reorder_meta` (tools/util/host_reorder.h) for the
+longer instructions. Of the shorter ones, whose metadata are half as many, the ISA's figures say it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashgen.shared.errors import EmulatorError
+from tests.ptx_emulator.test_conformance import Array, run_ptx
+
+G, T = np.arange(32) // 4, np.arange(32) % 4
+TYPES: dict[str, Any] = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "tf32": np.float32,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "s8": np.int8,
+    "u8": np.uint8,
+    "f32": np.float32,
+    "s32": np.int32,
+}
+# Shape, types, selector, and registers of A
+FORMS = [
+    ("m16n8k16", "f32.f16.f16.f32", 0, 2),
+    ("m16n8k16", "f16.f16.f16.f16", 3, 2),
+    ("m16n8k32", "f32.f16.f16.f32", 0, 4),
+    ("m16n8k32", "f32.bf16.bf16.f32", 1, 4),
+    ("m16n8k8", "f32.tf32.tf32.f32", 2, 2),
+    ("m16n8k16", "f32.tf32.tf32.f32", 1, 4),
+    ("m16n8k32", "s32.s8.u8.s32", 1, 2),
+    ("m16n8k64", "s32.u8.s8.s32", 0, 4),
+    ("m16n8k64", "f32.e4m3.e4m3.f32", 0, 4),
+]
+
+
+def pruned(rng: np.random.Generator, depth: int, of: int, per: int) -> tuple[Array, Array]:
+    """A matrix of 16 rows with ``per`` of each ``of`` elements, and their places, ascending."""
+    order = rng.random((16, depth // of, of)).argsort(axis=-1)[..., :per]
+    places = np.sort(order, axis=-1)
+    a = np.zeros((16, depth // of, of))
+    np.put_along_axis(a, places, rng.integers(1, 5, places.shape).astype(float), axis=-1)
+    return a.reshape(16, depth), places
+
+
+def metadata(places: Array, unit: int, selector: int, long: bool) -> Array:
+    """The register of each lane; ``places`` (16, chunks, 2) of units of ``unit`` bytes."""
+    nibbles = places[..., 0] | places[..., 1] << 2
+    per_element = 4 if unit == 2 else 8
+    shifts = 4 * np.arange(per_element)
+    elements = (nibbles.reshape(16, -1, per_element) << shifts).sum(axis=-1)  # (16, columns)
+    lanes = np.full(32, 0xFFFFFFFF, np.uint32)
+    if not long:
+        if unit == 2:
+            lanes[selector::4] = elements[:8, 0] | elements[8:, 0] << 16
+        else:
+            lanes[2 * selector :: 4], lanes[2 * selector + 1 :: 4] = (
+                elements[:8, 0],
+                elements[8:, 0],
+            )
+        return lanes
+    group, interweave = (32, 4) if unit == 2 else (16, 2)
+    memory = np.zeros(2 * group, np.int64)  # columns interleaved by two
+    for m in range(16 * selector, 16 * selector + 16):
+        for k in range(2):
+            row, column = m % 8 * interweave + m % group // 8, k
+            if row % 2 == 0 and column % 2 == 1:
+                row, column = row + 1, column - 1
+            elif row % 2 == 1 and column % 2 == 0:
+                row, column = row - 1, column + 1
+            memory[2 * row + column] = elements[m % 16, k]
+    words = memory.astype(f"u{unit if unit == 2 else 4}").view(np.uint32)
+    used = 2 * selector + np.arange(2) if unit == 2 else np.arange(4)
+    lanes.reshape(8, 4)[:, used] = words.reshape(8, 4)[:, used]
+    return lanes
+
+
+def words_of(rows: Array, kind: Any) -> Array:
+    return np.ascontiguousarray(rows.astype(kind)).view(np.uint32).reshape(len(rows), -1)
+
+
+def multiply(shape: str, types: str, selector: int, count: int, ordered: bool = True) -> None:
+    rng = np.random.default_rng(count + selector)
+    kind_d, kind_a, kind_b, _ = types.split(".")
+    depth = int(shape.split("k")[1])
+    halves = kind_a == "tf32"  # one of two elements of 32 bits: two of four halves
+    a, places = pruned(rng, depth, *((2, 1) if halves else (4, 2)))
+    stored = a[a != 0].reshape(16, depth // 2)
+    if halves:
+        places = np.concatenate([2 * places, 2 * places + 1], axis=-1)
+    if not ordered:
+        places[3, 0] = places[3, 0, ::-1]
+    unit = 1 if np.dtype(TYPES[kind_a]).itemsize == 1 else 2
+    b = rng.integers(0, 4, (depth, 8)).astype(float)
+    c = rng.integers(-9, 9, (16, 8)).astype(float)
+    left, right = words_of(stored, TYPES[kind_a]), words_of(b.T, TYPES[kind_b])
+    registers_a = [left[8 * h + G, 4 * j + T] for j in range(count // 2) for h in range(2)]
+    registers_b = [right[G, 4 * j + T] for j in range(count)]
+    sums = TYPES[kind_d]
+    pairs = words_of(c, sums)
+    if kind_d == "f16":
+        registers_c = [pairs[8 * h + G, T] for h in range(2)]
+    else:
+        registers_c = [pairs[8 * (i // 2) + G, 2 * T + i % 2] for i in range(4)]
+    parts = [*registers_a, *registers_b, metadata(places, unit, selector, count == 4), *registers_c]
+    data = np.stack(parts, axis=1).astype(np.uint32)
+    names = [f"%r{i}" for i in range(data.shape[1])]
+    fields = np.split(np.array(names), np.cumsum([count, count, 1]))
+    texts = ["{" + ", ".join(part) + "}" for part in fields]
+    loads = "".join(f"ld.global.b32 {name}, [%p+{4 * i}];" for i, name in enumerate(names))
+    store = "".join(f"st.global.b32 [%p+{4 * names.index(name)}], {name};" for name in fields[3])
+    run_ptx(
+        f""".visible .entry k(.param .u64 p) {{ .reg .b32 %r<{len(names)}>, %t; .reg .b64 %p;
+        ld.param.u64 %p, [p]; mov.u32 %t, %tid.x; mad.wide.u32 %p, %t, {4 * len(names)}, %p; {loads}
+        mma.sp::ordered_metadata.sync.aligned.{shape}.row.col.{types}
+        {texts[3]}, {texts[0]}, {texts[1]}, {texts[3]}, {fields[2][0]}, {selector};
+        {store} ret; }}""",
+        "k", 1, 32, data,
+    )  # fmt: skip
+    got = np.ascontiguousarray(data[:, 2 * count + 1 :])
+    want = np.zeros((16, 8))
+    for half in range(2):
+        pair = got[:, half : half + 1] if kind_d == "f16" else got[:, 2 * half : 2 * half + 2]
+        values = np.ascontiguousarray(pair).view(sums)
+        for side in range(2):
+            want[8 * half + G, 2 * T + side] = values[:, side]
+    assert (want == a @ b + c).all()
+
+
+@pytest.mark.parametrize(("shape", "types", "selector", "count"), FORMS)
+def test_sparse_products_are_those_of_the_whole_matrix(
+    shape: str, types: str, selector: int, count: int
+) -> None:
+    multiply(shape, types, selector, count)
+
+
+def test_places_of_ordered_metadata_ascend() -> None:
+    with pytest.raises(EmulatorError, match="row 3 of A, pair 0"):
+        multiply(*FORMS[2], ordered=False)
