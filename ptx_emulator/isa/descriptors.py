@@ -35,17 +35,22 @@ from ptx_emulator.state.memory import Array
 
 CHUNK_BYTES = 16
 PATTERN_BYTES = 1024  # period of the longest swizzle
-STEP_CHUNKS = 2  # along k: one instruction reads 32 bytes of each row
+STEP_CHUNKS = 2  # along k: one instruction reads 32 bytes of each row; of B, 64 where A is sparse
 _SPAN = np.array([16, 128, 64, 32])
 _UNUSED = np.uint64(0x3FF1_C000_C000_C000)
 
 
 class DescriptorLayout(NamedTuple):
-    """The fields of a descriptor except the start: offsets and span of the swizzle, in bytes."""
+    """The fields of a descriptor except the start: offsets and span of the swizzle, in bytes.
+
+    Attributes:
+        chunks: along k, of one instruction.
+    """
 
     leading: int
     stride: int
     span: int
+    chunks: int = STEP_CHUNKS
 
     def __str__(self) -> str:
         swizzle = f"swizzle of {self.span} bytes" if self.span > CHUNK_BYTES else "no swizzle"
@@ -110,9 +115,9 @@ def operand_chunks(
         even_first: K-major only: order each eight rows as 0 2 4 6 1 3 5 7.
     """
     start = np.array(steps, np.int64)
-    leading, stride, span = layout
+    leading, stride, span, chunks = layout
     if mn_major:
-        k = np.arange(16)[:, None]
+        k = np.arange(8 * chunks)[:, None]
         chunk = np.arange(rows // 8)
         per_span = span // CHUNK_BYTES
         if span == CHUNK_BYTES:
@@ -125,7 +130,7 @@ def operand_chunks(
         r = np.arange(rows)[:, None]
         if even_first:
             r = r.reshape(-1, 4, 2).transpose(0, 2, 1).reshape(-1, 1)
-        along = np.arange(STEP_CHUNKS) * (leading if span == CHUNK_BYTES else CHUNK_BYTES)
+        along = np.arange(chunks) * (leading if span == CHUNK_BYTES else CHUNK_BYTES)
         row = r // 8 * stride + r % 8 * span
         offsets = (row[:, :, None] + start[None, :, None] + along).reshape(rows, -1)
     offsets ^= ((offsets >> 7) & (span // CHUNK_BYTES - 1)) << 4

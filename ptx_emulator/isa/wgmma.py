@@ -41,6 +41,7 @@ class WgmmaForm(NamedTuple):
         sign: -1 if exactly one operand is negated.
         registers: the accumulators.
         fragments: registers of A; empty if A lies in shared memory.
+        selector: of the lanes with the metadata of a sparse A; None if it is dense.
     """
 
     columns: int
@@ -51,16 +52,27 @@ class WgmmaForm(NamedTuple):
     sign: int
     registers: tuple[int, ...]
     fragments: tuple[int, ...]
+    selector: int | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.selector is not None
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the units of which a sparse A leaves out half: see `mma.places_of_units`."""
+        return min(np.dtype(mma.ELEMENTS[self.kinds[0]]).itemsize, 2)
 
     @property
     def depth(self) -> int:
-        """k of the instruction: 32 bytes."""
-        return 32 // np.dtype(mma.ELEMENTS[self.kinds[0]]).itemsize
+        """k of the instruction: 32 bytes, 64 with what a sparse A leaves out."""
+        return (64 if self.is_sparse else 32) // np.dtype(mma.ELEMENTS[self.kinds[0]]).itemsize
 
     @property
     def fuses_as(self) -> tuple[Any, ...]:
         """Equal for instructions that can be computed as one product along k."""
-        return (self.kinds, self.transposed, self.sign, bool(self.fragments), self.sums)
+        form = (self.kinds, self.transposed, self.sign, bool(self.fragments), self.sums)
+        return (*form, self.is_sparse)
 
 
 class SharedOperand(NamedTuple):
@@ -149,6 +161,7 @@ def warpgroup_product(
     warps: int,
     model: SumModel | None,
     c: list[Any],
+    places: Array | None,
 ) -> Array:
     """One product of successive instructions, as registers (N / 2, warps, 32) of float32.
 
@@ -160,6 +173,7 @@ def warpgroup_product(
         warps: four times the warpgroups.
         model: how the accumulators are added; None: they are not, and the product is rounded once.
         c: the accumulators as registers of float32, read if there is a model.
+        places: where the stored units of a sparse A belong, (g, 64, units).
     """
     groups, n = warps // 4, form.columns
     kind_a, kind_b = form.kinds
@@ -179,6 +193,11 @@ def warpgroup_product(
             start = np.ascontiguousarray(even_first.swapaxes(2, 3))
         start = start.reshape(product.shape)
     rows = left.view(mma.ELEMENTS[kind_a])
+    if places is not None:
+        stored = np.ascontiguousarray(rows.swapaxes(1, 2) if mn_a else rows)
+        mn_a = False
+        dense = mma.spread_units(stored.view(f"u{form.unit}"), places)
+        rows = dense.view(mma.ELEMENTS[kind_a])
     columns = right.view(mma.ELEMENTS[kind_b])
     step = max(1, mma.CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
     for low in range(0, len(product), step):
@@ -267,6 +286,7 @@ def _multiply(g: Generator, ins: Instruction) -> None:
     else:
         left = g.read(a, "u8")
     right = g.read(b, "u8")
+    metadata = "None" if form.selector is None else g.read(ins.operands[3], "u4")
     some = g.literal(int(bool(adds.value)), "b1") if isinstance(adds, Imm) else g.read(adds, "b1")
     g.require_defined()
     accumulators = "None"
@@ -283,17 +303,17 @@ def _multiply(g: Generator, ins: Instruction) -> None:
             if g.check and register in g.program.tracked:
                 g.set_definedness(register, g.literal(ALL, "u8"))
         g.in_flight.add(form.registers)
-    operands = f"{left}, {right}, {some}, {accumulators}"
+    operands = f"{left}, {right}, {some}, {accumulators}, {metadata}"
     g.emit(f"E.wgmma.issue({g.checked_execution()}, {g.object(form)}, {operands})")
 
 
 def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand, Operand]:
     """The form of an mma_async, its operands A and B, and the operand scale-d."""
     mods = g.mods
-    saturates = bool(mods.take("satfinite"))
+    saturates, sparse = bool(mods.take("satfinite")), bool(mods.take("sp"))
     shape = _SHAPE.fullmatch(mods.left[0]) if mods.left else None
     if shape is None or len(mods.left) != 4:
-        raise g.unknown("sparse forms, or products of single bits")
+        raise g.unknown("products of single bits")
     _, d_type, a_type, b_type = mods.left
     mods.left.clear()
     columns, depth = (int(number) for number in shape.groups())
@@ -302,16 +322,22 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
     g.refuse_if(not supported or not (integers or mma.go_together(a_type, b_type)), "these types")
     g.refuse_if(saturates and not integers, "saturation of floats")
     wide = 16 if integers and columns > 32 else 8
-    if depth != _DEPTH[a_type] or columns % wide or not 8 <= columns <= 256:
+    if depth != _DEPTH[a_type] << sparse or columns % wide or not 8 <= columns <= 256:
         raise g.unknown("this shape with these types")
-    to, a, b, adds, *rest = ins.operands
+    selector = None
+    if sparse:
+        g.refuse_if(len(ins.operands) < 6, "this number of operands")
+        selector = g.immediate(ins.operands[4], "a selector")
+        g.refuse_if(not 0 <= selector < (2 if _DEPTH[a_type] < 32 else 1), "this selector")
+    to, a, b, *rest = ins.operands
+    adds, *rest = rest[2 * sparse :]
     # Products of integers have neither scales nor transposition flags.
     signs = [1, 1] if integers and not rest else [as_immediate(o) or 0 for o in rest[:2]]
     g.refuse_if(len(signs) < 2 or not set(signs) <= {1, -1}, "a scale other than 1 and -1")
     g.refuse_if(integers and rest, "operands that products of integers do not have")
     flags = [as_immediate(operand) for operand in rest[2:]]
     # Each 16-bit operand in shared memory has a transposition flag.
-    movable = ([1] if isinstance(a, Vec) else [0, 1]) if depth == 16 else []
+    movable = ([1] if isinstance(a, Vec) else [0, 1]) if _DEPTH[a_type] == 16 else []
     g.refuse_if(len(flags) != len(movable) or not set(flags) <= {0, 1}, "these transposition flags")
     turned = dict(zip(movable, flags, strict=True))
     registers = [o.index for o in items_of(to) if isinstance(o, Reg)]
@@ -322,7 +348,7 @@ def _parsed(g: Generator, ins: Instruction) -> tuple[WgmmaForm, Operand, Operand
         raise g.unknown("a fragment of this size")
     transposed, sign = (turned.get(0) == 1, turned.get(1) == 1), signs[0] * signs[1]
     fields = (columns, d_type, saturates, (a_type, b_type), transposed, sign)
-    return WgmmaForm(*fields, tuple(registers), tuple(fragments)), a, b, adds
+    return WgmmaForm(*fields, tuple(registers), tuple(fragments), selector), a, b, adds
 
 
 @instruction(

@@ -20,11 +20,18 @@ from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.checks.wgmma_registers import RegisterOrder
 from ptx_emulator.errors import InFlight, OutOfBounds
 from ptx_emulator.isa import descriptors, wgmma
-from ptx_emulator.isa.descriptors import CHUNK_BYTES
-from ptx_emulator.isa.mma import add_integers, add_single, join_halves, split_halves
+from ptx_emulator.isa.descriptors import CHUNK_BYTES, STEP_CHUNKS
+from ptx_emulator.isa.mma import (
+    add_integers,
+    add_single,
+    check_places,
+    join_halves,
+    places_of_units,
+    split_halves,
+)
 from ptx_emulator.isa.tensor_core_sums import model_for
 from ptx_emulator.isa.wgmma import SharedOperand, WgmmaForm
-from ptx_emulator.state.cohort import Cohort
+from ptx_emulator.state.cohort import Cohort, spread
 from ptx_emulator.state.memory import Array
 from ptx_emulator.state.wave import Execution, Site, Wave
 
@@ -37,6 +44,7 @@ class IssuedWgmma(NamedTuple):
         adds: whether each warpgroup adds to the accumulators (g,); None if all do.
         group: number of its committed group, per warpgroup (g,).
         pc: the instruction.
+        places: where the stored units of a sparse A belong, (g, 64, units).
     """
 
     form: WgmmaForm
@@ -45,12 +53,15 @@ class IssuedWgmma(NamedTuple):
     adds: Array | None
     group: Array
     pc: int
+    places: Array | None = None
 
     def part(self, keep: Array) -> IssuedWgmma:
         """The instruction for the warpgroups that ``keep`` (g,) selects."""
         a = self.a.part(keep) if isinstance(self.a, SharedOperand) else _rows_of(self.a, keep)
         adds = None if self.adds is None else self.adds[keep]
-        return self._replace(a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
+        places = None if self.places is None else self.places[keep]
+        part = self._replace(a=a, b=self.b.part(keep), adds=adds, group=self.group[keep])
+        return part._replace(places=places)
 
     def joins(self, other: IssuedWgmma) -> bool:
         """Whether ``other``, the next along k, can be computed together with this one."""
@@ -116,8 +127,13 @@ class WgmmaChain:
                 start = split_halves(start, warps)
             model = None
             if not integers:
-                model = model_for(machine, "wgmma", form.kinds[0], form.depth, half)
-            product = wgmma.warpgroup_product(view, arena, form, a, b, warps, model, start)
+                arguments = form.kinds[0], form.depth, half, form.is_sparse
+                model = model_for(machine, "wgmma", *arguments)
+            places = None
+            if form.is_sparse:
+                places = np.concatenate([step.places for step in run], axis=-1)
+            operands = form, a, b, warps, model, start, places
+            product = wgmma.warpgroup_product(view, arena, *operands)
             if integers:
                 accumulators = add_integers(product, start, form.saturates)
             else:
@@ -166,7 +182,14 @@ class Warpgroups:
     # ---- issue
 
     def issue(
-        self, execution: Execution, form: WgmmaForm, a: Any, b: Any, adds: Any, c: Any
+        self,
+        execution: Execution,
+        form: WgmmaForm,
+        a: Any,
+        b: Any,
+        adds: Any,
+        c: Any,
+        metadata: Any = None,
     ) -> None:
         """Starts wgmma.mma_async.
 
@@ -176,6 +199,7 @@ class Warpgroups:
             b: descriptor.
             adds: scale-d.
             c: values of the accumulators; None if a chain with all of them is in flight.
+            metadata: of a sparse A.
         """
         groups = self.numbers(execution.cohort)
         if self.machine.shared_races is not None:
@@ -184,7 +208,13 @@ class Warpgroups:
         right = self._operand(execution, groups, b, form, 1)
         some = self._uniform(execution, adds, "scale-d")
         add = None if some.all() else some
-        step = IssuedWgmma(form, left, right, add, self.committed[groups], execution.pc)
+        places = None
+        if form.selector is not None:
+            words = spread(metadata, execution.cohort.n)
+            places = places_of_units(words, form.selector, 4, form.unit)
+            check_places(execution, places, False)
+            places = places.reshape(len(groups), wgmma.ROWS, -1)
+        step = IssuedWgmma(form, left, right, add, self.committed[groups], execution.pc, places)
         chains = self._claim(execution, groups, form)
         inside = sum(len(chain.groups) for chain in chains)
         if inside < len(groups):
@@ -252,12 +282,13 @@ class Warpgroups:
         """Decodes the descriptor of A (0) or B (1), and counts and checks the read."""
         words = self._uniform(execution, word, f"descriptor of {'AB'[which]}")
         rows, mn_major = (wgmma.ROWS, form.columns)[which], form.transposed[which]
-        key = (words.tobytes(), rows, mn_major)
+        count = STEP_CHUNKS << (form.is_sparse and which == 1)
+        key = (words.tobytes(), rows, mn_major, count)
         decoded = self._operands.get(key)
         if decoded is None:
             if len(self._operands) >= _KEPT_OPERANDS:
                 self._operands.clear()
-            decoded = self._decode(execution, words, "AB"[which], rows, mn_major)
+            decoded = self._decode(execution, words, "AB"[which], rows, mn_major, count)
             self._operands[key] = decoded
         operand, chunks = decoded
         machine = self.machine
@@ -273,9 +304,12 @@ class Warpgroups:
         return operand
 
     def _decode(
-        self, execution: Execution, words: Array, name: str, rows: int, mn_major: bool
+        self, execution: Execution, words: Array, name: str, rows: int, mn_major: bool, count: int
     ) -> tuple[SharedOperand, Array]:
-        """An operand and its chunks, numbered from the start of the shared window (g, chunks)."""
+        """An operand and its chunks, numbered from the start of the shared window (g, chunks).
+
+        ``count``: chunks along k.
+        """
         for word in np.unique(words).tolist():
             wrong = descriptors.problem(word)
             if wrong:
@@ -286,7 +320,10 @@ class Warpgroups:
             other = next(kind for kind in kinds if kind != kinds[0])
             wrong = f"the descriptor of another warpgroup has {other}"
             self._refuse(execution.site(), name, int(words[0]), wrong, EmulatorError)
-        operand = SharedOperand(descriptors.starts(words), kinds[0])
+        if not mn_major and CHUNK_BYTES < kinds[0].span < count * CHUNK_BYTES:
+            wrong = f"{count * CHUNK_BYTES} bytes of each row are read, more than the swizzle has"
+            self._refuse(execution.site(), name, int(words[0]), wrong, EmulatorError)
+        operand = SharedOperand(descriptors.starts(words), kinds[0]._replace(chunks=count))
         low, high, chunks = wgmma.reach(operand, rows, mn_major)
         size = self.machine.shared_size
         for group in np.flatnonzero((low < 0) | (high > size)):

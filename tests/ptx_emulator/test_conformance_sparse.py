@@ -1,4 +1,4 @@
-"""mma.sp: products by matrices of which two of each four elements of a row are stored.
+"""mma.sp and wgmma with .sp: matrices of which two of each four elements of a row are stored.
 
 Where the metadata lies is that of CUTLASS's `reorder_meta` (tools/util/host_reorder.h) for the
 longer instructions. Of the shorter ones, whose metadata are half as many, the ISA's figures say it.
@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from flashgen.shared.errors import EmulatorError
+from ptx_emulator import launch
 from tests.ptx_emulator.test_conformance import Array, run_ptx
+from tests.support.nvrtc_helper import compile_ptx
+from tests.support.wgmma_kernels import HEAD, fragments_of, stored, sums_of
 
 G, T = np.arange(32) // 4, np.arange(32) % 4
 TYPES: dict[str, Any] = {
@@ -40,13 +43,15 @@ FORMS = [
 ]
 
 
-def pruned(rng: np.random.Generator, depth: int, of: int, per: int) -> tuple[Array, Array]:
-    """A matrix of 16 rows with ``per`` of each ``of`` elements, and their places, ascending."""
-    order = rng.random((16, depth // of, of)).argsort(axis=-1)[..., :per]
+def pruned(
+    rng: np.random.Generator, depth: int, of: int, per: int, rows: int = 16
+) -> tuple[Array, Array]:
+    """A matrix with ``per`` of each ``of`` elements, and their places, ascending."""
+    order = rng.random((rows, depth // of, of)).argsort(axis=-1)[..., :per]
     places = np.sort(order, axis=-1)
-    a = np.zeros((16, depth // of, of))
+    a = np.zeros((rows, depth // of, of))
     np.put_along_axis(a, places, rng.integers(1, 5, places.shape).astype(float), axis=-1)
-    return a.reshape(16, depth), places
+    return a.reshape(rows, depth), places
 
 
 def metadata(places: Array, unit: int, selector: int, long: bool) -> Array:
@@ -143,3 +148,86 @@ def test_sparse_products_are_those_of_the_whole_matrix(
 def test_places_of_ordered_metadata_ascend() -> None:
     with pytest.raises(EmulatorError, match="row 3 of A, pair 0"):
         multiply(*FORMS[2], ordered=False)
+
+
+# Types, instruction's k, A in registers, B MN-major, selector, span of the swizzles
+WARPGROUPS = [
+    ("f16", 32, False, False, 0, 128),
+    ("f16", 32, True, True, 1, 64),
+    ("tf32", 16, False, False, 1, 64),
+    ("s8", 64, True, False, 0, 128),
+    ("e4m3", 64, False, False, 0, 16),
+]
+
+
+def warpgroup_kernel(kind: str, depth: int, fragments: bool, turned: bool, selector: int) -> str:
+    """A kernel of one warpgroup that adds products of 64 x k and k x 16, ``steps`` of them."""
+    sums, letter, of = ("s32", "r", "int") if kind == "s8" else ("f32", "f", "float")
+    outs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(8))
+    a = "{%9, %10, %11, %12}" if fragments else "%8"
+    flags = "" if kind == "s8" else ", 1, 1"
+    if kind == "f16":
+        flags += f", {int(turned)}" if fragments else f", 0, {int(turned)}"
+    return f"""{HEAD}
+extern "C" __global__ void __launch_bounds__(128) k(
+    const uint4* a, int bytes_a, const uint4* b, int bytes_b, const u64* where,
+    const u32* fragments, const u32* metadata, {of}* out, int steps) {{
+  extern __shared__ __align__(1024) unsigned char smem[];
+  fill((uint4*)smem, a, bytes_a);
+  fill((uint4*)(smem + bytes_a), b, bytes_b);
+  PROXY_FENCE; __syncthreads();
+  {of} d[8];
+  for (int i = 0; i < 8; ++i) d[i] = 0;
+  for (int s = 0; s < steps; ++s) {{
+    const u32* f = fragments + 4 * (s * 128 + threadIdx.x);
+    u32 f0 = f[0], f1 = f[1], f2 = f[2], f3 = f[3], e = metadata[s * 128 + threadIdx.x];
+    asm volatile("" : "+r"(f0), "+r"(f1), "+r"(f2), "+r"(f3) :: "memory");
+    FENCE;
+    asm volatile("wgmma.mma_async.sp.sync.aligned.m64n16k{depth}.{sums}.{kind}.{kind} "
+      "{{%0, %1, %2, %3, %4, %5, %6, %7}}, {a}, %13, %14, {selector}, 1{flags};"
+      : {outs} : "l"(where[2 * s]), "r"(f0), "r"(f1), "r"(f2), "r"(f3), "l"(where[2 * s + 1]),
+        "r"(e) : "memory");
+    COMMIT; WAIT(0);
+  }}
+  for (int i = 0; i < 8; ++i) out[threadIdx.x * 8 + i] = d[i];
+}}
+"""
+
+
+@pytest.mark.parametrize(("kind", "depth", "fragments", "turned", "selector", "span"), WARPGROUPS)
+def test_sparse_products_of_a_warpgroup_are_those_of_the_whole_matrix(
+    kind: str, depth: int, fragments: bool, turned: bool, selector: int, span: int
+) -> None:
+    rng, steps = np.random.default_rng(depth), 2
+    halves = kind == "tf32"
+    a, places = pruned(rng, depth * steps, *((2, 1) if halves else (4, 2)), rows=64)
+    left = a[a != 0].reshape(64, depth * steps // 2).astype(TYPES[kind])
+    if halves:
+        places = np.concatenate([2 * places, 2 * places + 1], axis=-1)
+    b = rng.integers(0, 4, (16, depth * steps)).astype(TYPES[kind])
+    image_a, image_b = stored(left, span), stored(b, span, turned)
+    offset = len(image_a.image)
+    where = np.stack([image_a.descriptors(), image_b.descriptors(offset)[::2]], axis=1)
+    unit = min(left.itemsize, 2)
+    metadata_of_warps = [
+        metadata(places[16 * w : 16 * w + 16, chunks], unit, selector, True)
+        for chunks in (slice(0, places.shape[1] // 2), slice(places.shape[1] // 2, None))
+        for w in range(4)
+    ]
+    out = np.zeros((128, 8), np.int32 if kind == "s8" else np.float32)
+    registers = np.ascontiguousarray(fragments_of(left).reshape(128, steps, 4).swapaxes(0, 1))
+    launch(
+        compile_ptx(warpgroup_kernel(kind, depth, fragments, turned, selector), "sm_90a"),
+        "k", 1, 128,
+        [image_a.image, np.int32(offset), image_b.image, np.int32(len(image_b.image)), where,
+         registers, np.concatenate(metadata_of_warps), out, np.int32(steps)],
+        shared_bytes=offset + len(image_b.image),
+    )  # fmt: skip
+    assert (sums_of(out, 16) == a @ b.astype(float).T).all()
+
+
+def test_a_sparse_product_reads_more_of_b_than_a_swizzle_of_32_bytes_has() -> None:
+    with pytest.raises(EmulatorError, match="64 bytes of each row are read"):
+        test_sparse_products_of_a_warpgroup_are_those_of_the_whole_matrix(
+            "f16", 32, False, False, 0, 32
+        )
