@@ -154,6 +154,9 @@ def boxes_at(
         _check_box(execution, box, tensor.before, tensor.bytes)
     machine.memory.touched = [machine.memory.find(base)]
     shift = first - machine.memory.base
+    if tensor.fill_nan:
+        nans = np.full(tma.CHUNK_BYTES // spec.element_bytes, tma.NAN_BITS[spec.dtype])
+        box = box._replace(outside=nans.view(np.uint8))
     return box._replace(offsets=box.offsets + shift, wide_offsets=box.wide_offsets + shift)
 
 
@@ -583,7 +586,7 @@ class BulkCopies:
                 shared[to] = device.take(source)
             else:
                 data = device.take(np.where(inside, source, 0))
-                data[~inside] = 0
+                data[~inside] = transfer.box.outside[:unit].view(data.dtype)
                 shared[to] = data
             self.incoming.remove(transfer)
             blocks = transfer.blocks

@@ -23,7 +23,7 @@ from flashgen.shared.tensormap import MAP_BYTES, TensorMapSpec
 from ptx_emulator.errors import FenceError, LaunchArguments, Misaligned, OutOfBounds
 from ptx_emulator.isa import memory
 from ptx_emulator.isa.copies import FIELDS
-from ptx_emulator.machine.tma import TensorMap
+from ptx_emulator.machine.tma import NAN_BITS, TensorMap
 from ptx_emulator.state.cohort import LANES
 from ptx_emulator.state.memory import PARAM_WINDOW, WINDOW_BYTES
 from ptx_emulator.state.wave import Execution, Site, Wave
@@ -40,12 +40,16 @@ _LEAST_ALIGN = 64
 
 
 class PlacedMap(NamedTuple):
-    """A tensor map as a copy uses it: boxes, the array at ``base``, and the bytes before it."""
+    """A tensor map as a copy uses it: boxes, the array at ``base``, and the bytes before it.
+
+    ``fill_nan``: elements outside the tensor are NaN.
+    """
 
     spec: TensorMapSpec
     base: int
     bytes: int
     before: int
+    fill_nan: bool
 
 
 def in_parameters(address: int) -> bool:
@@ -61,7 +65,8 @@ def encoded(tensor: TensorMap, base: int) -> bytes:
         return [value & mask for value in values] + [0] * (count - len(values))
 
     return _FORM.pack(
-        *(_MARK, rank - 1, _TYPES.index(spec.dtype), 0, _SPANS.index(spec.swizzle), 0, base),
+        *(_MARK, rank - 1, _TYPES.index(spec.dtype), 0, _SPANS.index(spec.swizzle)),
+        *(tensor.fill_nan, base),
         *filled(spec.strides, 4, (1 << 64) - 1),
         *filled(spec.dims, 5, (1 << 32) - 1),  # 2^32 is 0
         *filled(spec.box, 5, (1 << 32) - 1),
@@ -134,11 +139,12 @@ class TensorMaps:
         rank, before, size = rank + 1, rest[14], rest[15]
         strides, dims, box = rest[:4], rest[4:9], rest[9:14]
         name = _TYPES[kind] if kind < len(_TYPES) else None
-        if name is None or swizzle >= len(_SPANS) or rank > 5 or interleave or fill:
+        fills = (0, 1) if name in NAN_BITS else (0,)
+        if name is None or swizzle >= len(_SPANS) or rank > 5 or interleave or fill not in fills:
             what = "the emulator does not support the type or a mode of this tensor map"
             numbers = f"rank {rank}, element type {kind}, interleave {interleave}, swizzle "
             numbers += f"{swizzle}, fill mode {fill}"
-            way_out = "use a tiled map without interleave that fills with zeros"
+            way_out = "use a tiled map without interleave; only floats are filled with NaN"
             machine.fail(LaunchArguments, what, site, numbers, way_out)
         try:
             sizes = tuple(side or 1 << 32 for side in dims[:rank])
@@ -158,7 +164,7 @@ class TensorMaps:
             way_out = "check the address, the dimensions and the strides that the kernel has "
             way_out += "written"
             machine.fail(OutOfBounds, what, site, numbers, way_out)
-        return PlacedMap(spec, base, size, before)
+        return PlacedMap(spec, base, size, before, fill == 1)
 
     # ---- what kernels do with maps in memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,13 @@ from ptx_emulator.errors import LaunchArguments
 from ptx_emulator.state.memory import Array
 
 CHUNK_BYTES, WIDEST_BYTES = 16, 128  # bytes moved at once, and checked at once by the shadows
+# What TMA fills with; CUDA names "a special NaN constant", and these are the NaN of arithmetic.
+NAN_BITS: dict[str, np.unsignedinteger[Any]] = {
+    "float16": np.uint16(0x7FFF),
+    "bfloat16": np.uint16(0x7FFF),
+    "float32": np.uint32(0x7FFFFFFF),
+    "float64": np.uint64(0x7FF8000000000000),
+}
 _PERIOD = 1024  # period of the swizzles in bytes
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 
@@ -34,6 +41,7 @@ class TensorMap:
             the addresses of the map exceed 64 bits and wrap around, each copied box is checked
             instead of the whole map. Loads by a map that begins before its array are refused,
             because TMA may access the first element of a map for elements outside the tensor.
+        fill_nan: elements outside the tensor are NaN, and not zero.
 
     Raises:
         LaunchError: cuTensorMapEncodeTiled would reject the map.
@@ -50,6 +58,7 @@ class TensorMap:
         strides: tuple[int, ...] | None = None,
         dtype: str | None = None,
         before: int = 0,
+        fill_nan: bool = False,
     ) -> None:
         if (dims is None or strides is None) and array.strides[-1] != array.itemsize:
             what = "the innermost dimension of a tensor map's array is not contiguous"
@@ -61,7 +70,11 @@ class TensorMap:
         dims = tuple(array.shape[::-1] if dims is None else dims)
         strides = tuple(array.strides[-2::-1] if strides is None else strides)
         self.spec = TensorMapSpec(dtype or array.dtype.name, dims, strides, tuple(box), swizzle)
-        self.before = before
+        self.before, self.fill_nan = before, fill_nan
+        if fill_nan and self.spec.dtype not in NAN_BITS:
+            what = "a tensor map of integers cannot fill with NaN"
+            where, way_out = "ptx_emulator.TensorMap", "fill with zeros, or give a dtype of floats"
+            raise LaunchArguments(what, where=where, numbers=self.spec.dtype, way_out=way_out)
         start = array.ctypes.data
         self.spec.check_address(start - before)
         self.bytes = np.lib.array_utils.byte_bounds(array)[1] - start
@@ -87,6 +100,7 @@ class Boxes(NamedTuple):
         wide_unit, wide_offsets: the same in larger units of up to 128 bytes, unless boxes are cut.
         bytes: bytes inside the tensor, summed over the copies.
         sectors: 32-byte sectors that the rows of the boxes access.
+        outside: the 16 bytes that stand for the elements outside the tensor.
     """
 
     unit: int
@@ -96,6 +110,7 @@ class Boxes(NamedTuple):
     wide_offsets: Array
     bytes: int
     sectors: int
+    outside: Array = np.zeros(CHUNK_BYTES, np.uint8)
 
 
 def boxes(spec: TensorMapSpec, base: int, coordinates: Array) -> Boxes:

@@ -219,3 +219,20 @@ def test_a_field_that_does_not_exist_is_refused(text: str) -> None:
     {text} ret; }}"""
     with pytest.raises(EmulatorError):
         launch(ptx, "k", 1, 1, [TensorMap(VALUES, BOX)])
+
+
+@pytest.mark.parametrize(("dtype", "columns", "nan"), [("float16", 57, 0x7FFF), ("uint16", 64, 0)])
+def test_elements_outside_a_map_are_nan_or_zero(dtype: str, columns: int, nan: int) -> None:
+    """The box has rows 8 to 15 of twelve, and columns 0 to 63; one unit of copies is an element."""
+    out = np.zeros((8, 64), np.uint16)
+    dims, strides = (columns, 12), (128,)
+    part = TensorMap(VALUES, BOX, dims=dims, strides=strides, dtype=dtype, fill_nan=nan != 0)
+    run("by_pointer", part, out)
+    inside = np.arange(64) < columns
+    assert (out[:4] == np.where(inside, VALUES[8:12], nan)).all()
+    assert (out[4:] == nan).all()
+
+
+def test_maps_of_integers_do_not_fill_with_nan() -> None:
+    with pytest.raises(LaunchArguments, match="cannot fill with NaN"):
+        TensorMap(VALUES, BOX, fill_nan=True)
