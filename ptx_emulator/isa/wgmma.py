@@ -152,6 +152,17 @@ def fragments(steps: list[tuple[Any, ...]], warps: int) -> Array:
     return left.reshape(warps // 4, ROWS, -1)
 
 
+def stored_units(view: Array, arena: Array, form: WgmmaForm, a: list[Any], warps: int) -> Array:
+    """What is stored of a sparse A, (g, 64, units); see `warpgroup_product` for the arguments."""
+    if form.fragments:
+        left = fragments(a, warps)
+    else:
+        left = gather(view, arena, a, ROWS, form.transposed[0], False, "wgmma a")
+    rows = left.view(mma.ELEMENTS[form.kinds[0]])
+    rows = np.ascontiguousarray(rows.swapaxes(1, 2) if form.transposed[0] else rows)
+    return rows.view(f"u{form.unit}")
+
+
 def warpgroup_product(
     view: Array,
     arena: Array,
@@ -178,7 +189,10 @@ def warpgroup_product(
     groups, n = warps // 4, form.columns
     kind_a, kind_b = form.kinds
     mn_a, mn_b = form.transposed
-    if form.fragments:
+    if places is not None:
+        left = mma.spread_units(stored_units(view, arena, form, a, warps), places)
+        mn_a = False
+    elif form.fragments:
         left = fragments(a, warps)
     else:
         left = gather(view, arena, a, ROWS, mn_a, False, "wgmma a")
@@ -193,11 +207,6 @@ def warpgroup_product(
             start = np.ascontiguousarray(even_first.swapaxes(2, 3))
         start = start.reshape(product.shape)
     rows = left.view(mma.ELEMENTS[kind_a])
-    if places is not None:
-        stored = np.ascontiguousarray(rows.swapaxes(1, 2) if mn_a else rows)
-        mn_a = False
-        dense = mma.spread_units(stored.view(f"u{form.unit}"), places)
-        rows = dense.view(mma.ELEMENTS[kind_a])
     columns = right.view(mma.ELEMENTS[kind_b])
     step = max(1, mma.CACHE_BYTES // (right[0].nbytes + left[0].nbytes * sharers))
     for low in range(0, len(product), step):

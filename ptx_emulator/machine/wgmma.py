@@ -10,6 +10,7 @@ to wait.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -173,6 +174,10 @@ class Warpgroups:
         machine = self.machine
         return machine.row_block[rows] * self.per_block + machine.row_warp[rows] // 4  # type: ignore[no-any-return]
 
+    def arena(self, groups: Array) -> Array:
+        """Offset in `Wave.shared` of the block of each warpgroup, in bytes (g,)."""
+        return groups // self.per_block * self.machine.shared_pitch
+
     def numbers(self, cohort: Cohort) -> Array:
         """The warpgroups (g,) of a cohort that consists of whole warpgroups."""
         if cohort.groups is None:
@@ -212,7 +217,11 @@ class Warpgroups:
         if form.selector is not None:
             words = spread(metadata, execution.cohort.n)
             places = places_of_units(words, form.selector, 4, form.unit)
-            check_places(execution, places, False)
+            view, arena = self.machine.shared.view[16], self.arena(groups)
+            stored = functools.partial(
+                wgmma.stored_units, view, arena, form, [left], execution.cohort.n
+            )
+            check_places(execution, places, False, stored)
             places = places.reshape(len(groups), wgmma.ROWS, -1)
         step = IssuedWgmma(form, left, right, add, self.committed[groups], execution.pc, places)
         chains = self._claim(execution, groups, form)
@@ -425,8 +434,7 @@ class Warpgroups:
         self, chain: WgmmaChain, count: int, groups: Array, current: dict[int, Any]
     ) -> None:
         machine = self.machine
-        arena = chain.groups // self.per_block * machine.shared_pitch
-        accumulators = chain.execute(machine, count, arena)
+        accumulators = chain.execute(machine, count, self.arena(chain.groups))
         if count < len(chain.steps):
             chain.start, chain.steps = accumulators, chain.steps[count:]
             return

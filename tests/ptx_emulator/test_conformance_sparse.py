@@ -45,13 +45,18 @@ FORMS = [
 
 def pruned(
     rng: np.random.Generator, depth: int, of: int, per: int, rows: int = 16
-) -> tuple[Array, Array]:
-    """A matrix with ``per`` of each ``of`` elements, and their places, ascending."""
+) -> tuple[Array, Array, Array]:
+    """A matrix with ``per`` of each ``of`` elements, these, and their places, ascending.
+
+    The second ``of`` elements of row 5 are zeros, both of which have place 0.
+    """
     order = rng.random((rows, depth // of, of)).argsort(axis=-1)[..., :per]
     places = np.sort(order, axis=-1)
     a = np.zeros((rows, depth // of, of))
     np.put_along_axis(a, places, rng.integers(1, 5, places.shape).astype(float), axis=-1)
-    return a.reshape(rows, depth), places
+    a[5, 1], places[5, 1] = 0, 0
+    stored = np.take_along_axis(a, places, axis=-1).reshape(rows, -1)
+    return a.reshape(rows, depth), stored, places
 
 
 def metadata(places: Array, unit: int, selector: int, long: bool) -> Array:
@@ -95,8 +100,7 @@ def multiply(shape: str, types: str, selector: int, count: int, ordered: bool = 
     kind_d, kind_a, kind_b, _ = types.split(".")
     depth = int(shape.split("k")[1])
     halves = kind_a == "tf32"  # one of two elements of 32 bits: two of four halves
-    a, places = pruned(rng, depth, *((2, 1) if halves else (4, 2)))
-    stored = a[a != 0].reshape(16, depth // 2)
+    a, stored, places = pruned(rng, depth, *((2, 1) if halves else (4, 2)))
     if halves:
         places = np.concatenate([2 * places, 2 * places + 1], axis=-1)
     if not ordered:
@@ -150,6 +154,7 @@ def test_places_of_ordered_metadata_ascend() -> None:
         multiply(*FORMS[2], ordered=False)
 
 
+ORDINARY = pruned
 # Types, instruction's k, A in registers, B MN-major, selector, span of the swizzles
 WARPGROUPS = [
     ("f16", 32, False, False, 0, 128),
@@ -200,8 +205,8 @@ def test_sparse_products_of_a_warpgroup_are_those_of_the_whole_matrix(
 ) -> None:
     rng, steps = np.random.default_rng(depth), 2
     halves = kind == "tf32"
-    a, places = pruned(rng, depth * steps, *((2, 1) if halves else (4, 2)), rows=64)
-    left = a[a != 0].reshape(64, depth * steps // 2).astype(TYPES[kind])
+    a, left, places = pruned(rng, depth * steps, *((2, 1) if halves else (4, 2)), rows=64)
+    left = left.astype(TYPES[kind])
     if halves:
         places = np.concatenate([2 * places, 2 * places + 1], axis=-1)
     b = rng.integers(0, 4, (16, depth * steps)).astype(TYPES[kind])
@@ -231,3 +236,16 @@ def test_a_sparse_product_reads_more_of_b_than_a_swizzle_of_32_bytes_has() -> No
         test_sparse_products_of_a_warpgroup_are_those_of_the_whole_matrix(
             "f16", 32, False, False, 0, 32
         )
+
+
+def test_two_elements_that_are_not_zero_have_two_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_place(*arguments: Any, **options: Any) -> tuple[Array, Array, Array]:
+        a, units, places = ORDINARY(*arguments, **options)
+        places[7, 1] = 2
+        return a, units, places
+
+    monkeypatch.setattr(f"{__name__}.pruned", one_place)
+    with pytest.raises(EmulatorError, match="row 7 of A, pair 1: places 2 and 2"):
+        multiply(*FORMS[2])
+    with pytest.raises(EmulatorError, match="row 7 of A, pair 1: places 2 and 2"):
+        test_sparse_products_of_a_warpgroup_are_those_of_the_whole_matrix(*WARPGROUPS[0])
