@@ -288,9 +288,10 @@ def find_failed_waits(program: PtxProgram, waits: list[int]) -> FailedWaits:
     compared = Counter(unknown.comparison.reads for unknown in comparisons)
     again = {reads for reads, times in compared.items() if times > 1}
     _, before = _ways(program)
+    joins = {pc for pc, origins in before.items() if len(origins) > 1} | {0}
     for wait in waits:
         start = wait, _values_before(program, wait, before)
-        failed = _after_failure(program, start, set(waits), again)
+        failed = _after_failure(program, start, set(waits), again, joins)
         if not any(_concerns_other_threads(program.code[pc]) for pc in failed):
             continue
         loose.add(wait)
@@ -310,29 +311,37 @@ def _concerns_other_threads(ins: Instruction) -> bool:
 
 
 def _after_failure(
-    program: PtxProgram, start: tuple[int, KnownValues], waits: set[int], again: set[int]
+    program: PtxProgram,
+    start: tuple[int, KnownValues],
+    waits: set[int],
+    again: set[int],
+    joins: set[int],
 ) -> set[int]:
     """The instructions that may be executed after a wait has failed, before one that cannot.
 
     Args:
         start: the wait, and what is known before it.
         again: the registers, as bit masks, that several comparisons read.
+        joins: where several ways meet; every loop has such a place.
     """
     code, endless = program.code, program.repeats.endless
-    reached: dict[int, list[KnownValues]] = {}
+    reached: set[int] = set()
+    ways_to: dict[int, list[KnownValues]] = {}
     todo, wait = [start], start[0]
     while todo:
         pc, values = todo.pop()
         if pc >= len(code) or (pc in endless and pc != wait):
             continue
-        values = {key: x for key, x in values.items() if _registers(key) & program.live[pc]}
-        ways = reached.setdefault(pc, [])
-        if any(way.items() <= values.items() for way in ways):
-            continue
-        ways[:] = [values, *(way for way in ways if not values.items() <= way.items())]
-        if len(ways) > _MOST_WAYS:
-            values = dict(set.intersection(*(set(way.items()) for way in ways)))
-            ways[:] = [values]
+        reached.add(pc)
+        if pc in joins:
+            values = {key: x for key, x in values.items() if _registers(key) & program.live[pc]}
+            ways = ways_to.setdefault(pc, [])
+            if any(way.items() <= values.items() for way in ways):
+                continue
+            ways[:] = [values, *(way for way in ways if not values.items() <= way.items())]
+            if len(ways) > _MOST_WAYS:
+                values = dict(set.intersection(*(set(way.items()) for way in ways)))
+                ways[:] = [values]
         ins = code[pc]
         guard = None if ins.guard is None else values.get(ins.guard.index)
         if ins.op == "bra" and ins.guard is not None:
@@ -346,7 +355,7 @@ def _after_failure(
         if ins.guard is None or guard != int(ins.guard_negated):
             values = _values_after(program, pc, values, again, fails=pc in waits)
         todo += [(to, values) for to in program.successors(pc)]
-    return set(reached) - {wait}
+    return reached - {wait}
 
 
 def _values_before(program: PtxProgram, pc: int, before: dict[int, list[int]]) -> KnownValues:
@@ -380,7 +389,11 @@ def _values_after(
     program: PtxProgram, pc: int, values: KnownValues, again: set[int], fails: bool
 ) -> KnownValues:
     """The known values after an instruction."""
-    ins, writes = program.code[pc], program.writes[pc]
+    ins = program.code[pc]
+    # Under a guard, too: `program.writes` has what is overwritten in any case.
+    writes = program.writes[pc] if ins.guard is None else mask_of(program.effects(ins)[0])
+    if not writes:
+        return values
     value: int | Unknown | None = 0 if fails else _result(ins, values)
     compared = _comparison(ins)
     if value is None and compared is not None and compared.comparison.reads in again:

@@ -366,6 +366,15 @@ KERNEL(three_tries, RaceError, a read and an asynchronous write are not ordered)
     FIX(wait(&full, 0);) BUG(for (int i = 0; i < 3; ++i) if (try_once(&full)) break;)
     out[T] = T < 64 ? s[T] + 1 : 1;                                     // BUG
 }
+KERNEL(a_move_under_a_guard_ends_the_tries, RaceError,
+       a read and an asynchronous write are not ordered) ARGS {
+    TILE                                                                // BUG
+    asm volatile("{ .reg .pred P, Q; .reg .u32 R; setp.eq.u32 Q, %1, -7; AGAIN:"
+                 " mbarrier.try_wait.parity.shared::cta.b64 P, [%0], 0; selp.u32 R, 1, 0, P;"
+                 BUG(" @Q mov.u32 R, 1;") " setp.ne.u32 P, R, 0; @!P bra AGAIN; }"
+                 :: "r"(SM(&full)), "r"(in[T]) : "memory");
+    out[T] = T < 64 ? s[T] + 1 : 1;                                     // BUG
+}
 KERNEL(tries_that_are_counted, RaceError, a read and an asynchronous write are not ordered) ARGS {
     TILE                                                                // BUG
     u fails, last, tries = 0;
