@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -47,12 +46,12 @@ class Cohort:
 
     def part(self, keep: Array, live: Sequence[int], pc: int) -> Cohort:
         """The rows where ``keep`` (n,) is true, with the live registers only."""
-        n = self.n
+        n, kept = self.n, np.flatnonzero(keep)
         registers: list[Any] = [None] * len(self.registers)
         for index in live:
             value = self.registers[index]
             if value is not None and value.ndim and value.shape[0] == n and n > 1:
-                value = value[keep]
+                value = value.take(kept, axis=0)  # a fifth of the time of an index
             registers[index] = value
         mask = self.mask
         if mask is not None:
@@ -225,23 +224,17 @@ def _merge_lanes(a: Cohort, b: Cohort, live: Sequence[int]) -> Cohort:
 def _concatenate(parts: list[Cohort], live: Sequence[int]) -> Cohort:
     rows = np.concatenate([p.rows for p in parts])
     order = np.argsort(rows, kind="stable")
-    total = len(rows)
-    ranks = np.empty(total, np.intp)
-    ranks[order] = np.arange(total)
-    bounds = np.cumsum([0] + [p.n for p in parts])
-    targets = [ranks[lo:hi] for lo, hi in itertools.pairwise(bounds)]
     registers: list[Any] = [None] * len(parts[0].registers)
     for index in live:
-        registers[index] = _join([p.registers[index] for p in parts], targets, total)
+        registers[index] = _join([p.registers[index] for p in parts], parts, order)
     mask = None
     if any(p.mask is not None for p in parts):
-        mask = np.empty((total, 32), bool)
-        for p, target in zip(parts, targets, strict=True):
-            mask[target] = True if p.mask is None else p.mask
+        mask = np.concatenate([p.full_mask() for p in parts])[order]
     return Cohort(rows[order], parts[0].pc, registers, mask)
 
 
-def _join(values: list[Any], targets: list[Array], total: int) -> Any:
+def _join(values: list[Any], parts: list[Cohort], order: Array) -> Any:
+    """The values that a register has in some cohorts, side by side, as rows in ``order``."""
     first = values[0]
     if all(v is first for v in values):  # nearly all registers that no cohort wrote meanwhile
         if not first.ndim or first.shape[0] == 1:
@@ -249,10 +242,12 @@ def _join(values: list[Any], targets: list[Array], total: int) -> Any:
     elif all(v.ndim == 0 for v in values) and len({v.tobytes() for v in values}) == 1:
         return first
     width = max(v.shape[1] if v.ndim else 1 for v in values)
-    out = np.empty((total, width), first.dtype)
-    for value, target in zip(values, targets, strict=True):
-        out[target] = value
-    return out
+    joined = np.empty((len(order), width), first.dtype)
+    end = 0
+    for value, part in zip(values, parts, strict=True):
+        joined[end : end + part.n] = value
+        end += part.n
+    return joined.take(order, axis=0)
 
 
 # ---- values of lanes
