@@ -86,8 +86,10 @@ def inserted_marks(field: Any, marks: Any, start: int, length: int, size: int) -
 
 
 def field_marks(marks: Any, start: int, length: int, size: int, signed: bool) -> Any:
-    """The marks of a field of a register of ``size`` bytes, which is moved to bit 0 and extended
-    by zeros, or by its sign if it is ``signed``."""
+    """The marks of a field of a register of ``size`` bytes, which is moved to bit 0.
+
+    It is extended by zeros, or by its sign if it is ``signed``.
+    """
     bits = 8 * size
     length = min(length, bits)
     if not signed:
@@ -120,11 +122,9 @@ def marks_of_result(g: Generator, ins: Instruction, to: int) -> str:
     if ins.op in _TABLES:
         return _logic(g, [*ins.operands[1:3], Imm(0)], _TABLES[ins.op], size)
     if ins.op == "lop3":
-        table, combined = (
-            g.program.constant_of(ins.operands[4]),
-            {"or", "and"}.intersection(ins.mods),
-        )
-        return f"whole({common})" if combined else _logic(g, ins.operands[1:4], table or 0, 4)
+        if {"or", "and"}.intersection(ins.mods):  # of all bits a predicate is made
+            return f"whole({common})"
+        return _logic(g, ins.operands[1:4], g.program.constant_of(ins.operands[4]) or 0, 4)
     integers = len(kinds) == 2 and {kind[0] for kind in kinds} <= {"u", "s"}
     if ins.op == "cvt" and integers and "sat" not in ins.mods:
         narrow = min(kinds, key=TYPE_BYTES.__getitem__)
