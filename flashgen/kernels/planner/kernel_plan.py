@@ -110,15 +110,8 @@ class Plan(LaunchRules):
         access_bytes: bytes per access to global memory: 16, or itemsize for unaligned tensors.
         smem: the map of dynamic shared memory; empty for kernels without tiles of scores.
         smem_bytes: bytes of dynamic shared memory per thread block.
-        box_k: keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells
-            the consumers which boxes make up a tile. 0 where every warp finds the tiles.
-        box_q: queries of a box, where the producer of a kernel whose blocks own keys searches for
-            boxes; else 0.
         gathers: whether a tile consists of boxes with live blocks of a layout, wherever they are;
             else it is one box.
-        key_box, key_stride: of a block that owns keys and gathers queries, the keys of a box, and
-            the number of blocks that share their keys box by box; 1 where each has neighbouring
-            keys.
         sink_bytes: bytes of the sink's logit in the kernels that read it: "forward", and "delta"
             where it computes the sink's gradient; else 0.
         has_rows: whether rows have base and delta, which "delta" writes and the other backward
@@ -162,11 +155,7 @@ class Plan(LaunchRules):
     folds: bool = False
     runs: bool = False
     returns_maxima: bool = False
-    box_k: int = 0
     gathers: bool = False
-    box_q: int = 0
-    key_box: int = 0
-    key_stride: int = 1
     in_parts: bool = False
     fused_plan: Plan | None = field(repr=False, default=None)
     tangents: tuple[str, ...] = ()
@@ -438,6 +427,27 @@ class Plan(LaunchRules):
     def binding(self) -> tuple[str, ...]:
         """Names of the constraints that keep the tile from being larger."""
         return tuple(line.name for line in self.derivation if line.binding)
+
+    @property
+    def box_k(self) -> int:
+        """Keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells the
+        consumers which boxes make up a tile; 0 where every warp finds the tiles."""
+        return int(self.quantities.get("box_k", 0))
+
+    @property
+    def box_q(self) -> int:
+        """Queries of a box, where the producer of a kernel whose blocks own keys searches; or 0."""
+        return int(self.quantities.get("box_q", 0))
+
+    @property
+    def key_box(self) -> int:
+        """Keys of a box of a block that owns keys and gathers queries; 0 for any other block."""
+        return int(self.quantities.get("key_box", 0))
+
+    @property
+    def key_stride(self) -> int:
+        """Blocks that share their keys box by box; 1 where each has neighbouring keys."""
+        return int(self.quantities.get("key_stride", 1))
 
     @property
     def records(self) -> bool:
