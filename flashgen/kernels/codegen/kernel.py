@@ -215,16 +215,24 @@ def _fields_of_spec(spec: AttentionSpec, plan: Plan, *, evaluates: bool) -> dict
         "sets_length": any(
             is_set_by_kernel(spec, scalar) and reads(spec, scalar) for scalar in spec.scalars
         ),
-        "parameter": "packed"
-        if packed
-        else "call"
-        if by_entry or (spec.split and forward)
-        else "p",
+        "parameter": _parameter(packed=packed, moves=by_entry or (spec.split and forward)),
         "fused": plan.kernel == "fused",
         "records": plan.records,
         "clusters": plan.cluster > 1,
         "one_tensor": plan.one_tensor,
     }
+
+
+def _parameter(*, packed: bool, moves: bool) -> str:
+    """The name of the kernel's parameter; it is "p" where blocks need no parameters of their own.
+
+    Args:
+        packed: blocks derive "p" from it by their sequence.
+        moves: blocks derive "p" from it by their batch entry or their split of the keys.
+    """
+    if packed:
+        return "packed"
+    return "call" if moves else "p"
 
 
 def _fields_of_forward(spec: AttentionSpec, plan: Plan) -> dict[str, Any]:
