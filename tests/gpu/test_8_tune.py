@@ -48,40 +48,49 @@ def inputs(spec, batch, heads, seq) -> Inputs:
     return Inputs((q, k, v), (dout, None), options, Tangents(*moving))
 
 
-@pytest.mark.parametrize("which", tuned.PASSES)
-def test_the_winner_is_right_remembered_and_taken(which, tmp_path, monkeypatch):
+@pytest.mark.parametrize("pass_name", tuned.PASSES)
+def test_the_winner_is_right_remembered_and_taken(pass_name, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
     spec, how = fg.load(spec_path("causal")), {"backend": gpu.BACKEND, "arch": gpu.arch()}
     given = inputs(spec, BATCH, HEADS, SEQ)
     problem = problem_of_call(spec, given.operands, given.options)
-    ranked = rank(KnownCall(spec, problem), gpu.arch(), which=which)
-    own = derived(spec, gpu.arch(), which, ranked)
+    ranked = rank(KnownCall(spec, problem), gpu.arch(), pass_name=pass_name)
+    own = derived(spec, gpu.arch(), pass_name, ranked)
     tried = [own, *(each for each in ranked[:MOST] if each is not own)]
-    candidates = checked(tried, spec, inputs(spec, 1, 2, SMALL), which, **how)
+    candidates = checked(tried, spec, inputs(spec, 1, 2, SMALL), pass_name, **how)
     assert not [
         each.refused for each in candidates if each.refused and "spills" not in each.refused
     ]
-    measured = fastest(candidates, TIMER, spec, given, which, **how)
+    measured = fastest(candidates, TIMER, spec, given, pass_name, **how)
     for each in measured:
-        print(which, each.choice.tiles, "predicted", each.choice.seconds, "measured", each.seconds)
+        print(
+            pass_name, each.choice.tiles, "predicted", each.choice.seconds, "measured", each.seconds
+        )
     winner = measured[0]
     assert winner.seconds is not None
     if gpu.DRY:
         monkeypatch.setattr(tuned, "gpu_name", lambda index: "dry run")
-    where = tuned.tiles_file(tmp_path, tuned.gpu_name(0), spec, gpu.arch(), which, problem)
+    where = tuned.tiles_file(tmp_path, tuned.gpu_name(0), spec, gpu.arch(), pass_name, problem)
     assert tuned.write(where, Winner(winner.choice.tiles, winner.seconds, 0.0))
-    assert tuned.remembered(spec, gpu.arch(), which, problem, 0) == winner.choice.tiles
+    assert tuned.remembered(spec, gpu.arch(), pass_name, problem, 0) == winner.choice.tiles
     if gpu.DRY:
         return
     (q, k, v), (dout, _) = given.operands, given.gradients
     forward = run_forward(spec, q, k, v)
     plans = [forward.plan]
-    if which == "tangent":
+    if pass_name == "tangent":
         run = run_tangent(spec, q, k, v, forward.out, forward.lse, given.tangents)
         plans = [report.kernel.plan for report in run.reports]
-    elif which != "forward":
+    elif pass_name != "forward":
         run = run_backward(
-            spec, q, k, v, forward.out, forward.lse, dout, deterministic=which == "deterministic"
+            spec,
+            q,
+            k,
+            v,
+            forward.out,
+            forward.lse,
+            dout,
+            deterministic=pass_name == "deterministic",
         )
         plans = [report.kernel.plan for report in run.reports if report.kernel.plan.block_k]
     assert {plan.kernel: plan.tile for plan in plans} == winner.choice.tiles

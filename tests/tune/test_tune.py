@@ -58,22 +58,22 @@ NARROW_PROBLEM = problem(head_dim=16, head_dim_v=16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", tuned.PASSES)
-def test_choices_come_by_predicted_time(which):
-    choices = rank(KnownCall(CAUSAL, problem(seq=1024)), ARCH, which=which)
+@pytest.mark.parametrize("pass_name", tuned.PASSES)
+def test_choices_come_by_predicted_time(pass_name):
+    choices = rank(KnownCall(CAUSAL, problem(seq=1024)), ARCH, pass_name=pass_name)
     times = [choice.seconds for choice in choices]
     assert times == sorted(times)
     for choice in choices:
         launches = [plan.launches for plan in choice.plans]
         assert launches == [1] * len(choice.plans)
         with_tiles = sum(each.seconds for each in choice.durations)
-        if which in ("forward", "tangent"):
+        if pass_name in ("forward", "tangent"):
             assert choice.seconds == pytest.approx(with_tiles)
         kernels = set(choice.tiles)
         assert kernels in ({"forward"}, {"tangent"}, {"fused"}, {"dkdv", "dq"})
         for alone in ("forward", "tangent"):
-            assert (kernels == {alone}) == (which == alone)
-        assert which != "deterministic" or kernels == {"dkdv", "dq"}
+            assert (kernels == {alone}) == (pass_name == alone)
+        assert pass_name != "deterministic" or kernels == {"dkdv", "dq"}
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_backward_choices_count_the_kernels_without_tiles_and_the_gaps_between_l
     call, sizes = KnownCall(NARROW, NARROW_PROBLEM), LaunchSizes(4, 16, 16, 4096, 4096)
     gap = (LAUNCH_GAP_US if arch == "sm_80" else OVERLAP_GAP_US) * 1e-6
     others = {}
-    for choice in rank(call, arch, which="backward"):
+    for choice in rank(call, arch, pass_name="backward"):
         scheme = "split" if "dq" in choice.tiles else "fused"
         with_tiles = sum(each.seconds for each in choice.durations)
         others[scheme] = choice.seconds - with_tiles - 2 * gap
@@ -142,10 +142,10 @@ HOW = {"backend": "emulator", "arch": ARCH}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", tuned.PASSES)
-def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(which):
-    choices = rank(KnownCall(NARROW, NARROW_PROBLEM), ARCH, which=which)[:2]
-    candidates = checked(choices, NARROW, inputs(), which, **HOW)
+@pytest.mark.parametrize("pass_name", tuned.PASSES)
+def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(pass_name):
+    choices = rank(KnownCall(NARROW, NARROW_PROBLEM), ARCH, pass_name=pass_name)[:2]
+    candidates = checked(choices, NARROW, inputs(), pass_name, **HOW)
     assert [each.refused for each in candidates] == ["", ""]
     calls = []
 
@@ -155,7 +155,7 @@ def test_correct_choices_are_timed_alternately_and_the_fastest_is_first(which):
             call()
         return 1.0 - 0.25 * calls.index(call)
 
-    measured = fastest(candidates, timer, NARROW, inputs(), which, **HOW)
+    measured = fastest(candidates, timer, NARROW, inputs(), pass_name, **HOW)
     assert [each.choice for each in measured] == [choices[1], choices[0]]
     assert [each.seconds for each in measured] == [0.75, 1.0]
 
@@ -199,10 +199,10 @@ def folder(tmp_path, monkeypatch):
 SMALLER = Tile(64, 4, 1, 2)
 
 
-def keep(root, which="forward", tiles=None, **problem_options):
+def keep(root, pass_name="forward", tiles=None, **problem_options):
     winner = tuned.Winner(tiles or {"forward": SMALLER}, 1e-3, 2e-3)
     where = tuned.tiles_file(
-        root, "NVIDIA Test (80 GB)", CAUSAL, ARCH, which, problem(**problem_options)
+        root, "NVIDIA Test (80 GB)", CAUSAL, ARCH, pass_name, problem(**problem_options)
     )
     assert tuned.write(where, winner)
     assert tuned.read(where) == winner
@@ -210,14 +210,14 @@ def keep(root, which="forward", tiles=None, **problem_options):
 
 
 def test_a_winner_is_remembered_for_its_gpu_spec_pass_and_shape_class(folder, monkeypatch):
-    def stored(spec=CAUSAL, arch=ARCH, which="forward", **sizes):
-        return tuned.remembered(spec, arch, which, problem(**sizes), 0)
+    def stored(spec=CAUSAL, arch=ARCH, pass_name="forward", **sizes):
+        return tuned.remembered(spec, arch, pass_name, problem(**sizes), 0)
 
     assert stored() == {}
     where = keep(folder)
     assert "NVIDIA-Test-80-GB" in str(where)
     assert stored() == stored(seq=3000) == {"forward": SMALLER}
-    assert stored(seq=512) == stored(which="backward") == stored(arch="sm_90") == {}
+    assert stored(seq=512) == stored(pass_name="backward") == stored(arch="sm_90") == {}
     assert stored(spec=CAUSAL.replace(dtype="float32")) == {}
     monkeypatch.setattr(tuned, "gpu_name", lambda index: "another")
     assert stored() == {}

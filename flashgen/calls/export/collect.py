@@ -419,8 +419,8 @@ def _paths(pass_: Pass, spec: AttentionSpec, arch: str) -> Iterator[PathRecord]:
     records = []
     for is_open in (True, False):
         target = gpu_of(arch, open_path=is_open)
-        path = program.path_of_pass(target, pass_.which)
-        at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, pass_.which)
+        path = program.path_of_pass(target, pass_.name)
+        at_once = program.columns_of_launch(target, DEFAULT_LAUNCH, pass_.name)
         records.append(PathRecord(arch, is_open, pass_, path.arch, at_once, path.why))
     by_default, named = records
     if replace(by_default, is_open=False) != named:

@@ -147,7 +147,7 @@ class Pass(NamedTuple):
     deterministic: bool = False
 
     @property
-    def which(self) -> str:
+    def name(self) -> str:
         """Its name in `CallProgram.columns_of_launch`."""
         return "deterministic" if self.deterministic else "backward" if self.backward else "forward"
 

@@ -283,20 +283,22 @@ class ExportedProgram(CallProgram):
         records = (r for r in split.record.forward if (r.arch, r.heads, r.few_rows) == form)
         return self.folder.kernel(min(records, key=lambda r: r.drops).kernel).facts
 
-    def _path(self, target: Target, which: str) -> PathRecord | None:
-        backward = which != "forward"
+    def _path(self, target: Target, pass_name: str) -> PathRecord | None:
+        backward = pass_name != "forward"
         learns = tuple(tensor.name for tensor in self.signature.learned) if backward else ()
-        pass_ = Pass(self.drops, learns, backward, which == "deterministic")
+        pass_ = Pass(self.drops, learns, backward, pass_name == "deterministic")
         return self.record.path_of(target.arch, pass_, is_open=target.open_path)
 
-    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
-        path = self._path(target, which)
+    def path_of_pass(
+        self, target: Target, pass_name: str, tangents: tuple[str, ...] = ()
+    ) -> Decision:
+        path = self._path(target, pass_name)
         return Decision(target.arch, "") if path is None else Decision(path.taken, path.why)
 
     def columns_of_launch(
-        self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
+        self, target: Target, launch: LaunchOptions, pass_name: str, tangents: tuple[str, ...] = ()
     ) -> int:
-        path = self._path(target, which)
+        path = self._path(target, pass_name)
         return self.signature.head_dim_v if path is None else path.columns
 
     def with_columns(self, columns: int) -> ExportedProgram:
@@ -305,7 +307,7 @@ class ExportedProgram(CallProgram):
         assert program is not None, "a manifest with such launches has their kernels"
         return program
 
-    def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
+    def tuned(self, pass_name: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Any]:
         return {}
 
     def forward(self, request: ForwardRequest) -> tuple[ExportedKernel, str]:

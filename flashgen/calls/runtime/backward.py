@@ -100,8 +100,8 @@ class PreparedBackward(PreparedCall):
             for name, tensor in inputs.items()
             if name != "o" and self._obstacles[name] is None
         }
-        which = alone or ("deterministic" if deterministic else "backward")
-        path = self.program.path_of_pass(self.target, which)
+        pass_name = alone or ("deterministic" if deterministic else "backward")
+        path = self.program.path_of_pass(self.target, pass_name)
         self._kernel_arch, self._reason = memory_layout.path_for(path.arch, path.why, **by_tma)
         self._bound: dict[tuple[str, ...], tuple[tuple[BoundKernel, ...], MinMaxTables]] = {}
         self._sums: dict[str, int] = {}  # elements of the float32 sums, by their pointers
@@ -398,7 +398,7 @@ def prepare(
     invariant = options.split_size == INVARIANT
     pass_options: Any = {"deterministic": deterministic, "invariant": invariant, "alone": alone}
     inputs = _inputs(operands, gradients)
-    which = alone or ("deterministic" if deterministic else "backward")
+    pass_name = alone or ("deterministic" if deterministic else "backward")
     parts = [
         prepare(
             part,
@@ -409,7 +409,7 @@ def prepare(
             needed,
             alone=alone,
         )
-        for part, columns in setup.parts(spec, which)
+        for part, columns in setup.parts(spec, pass_name)
     ]
     if parts:
         return BackwardInParts(setup, inputs, parts=parts, **pass_options)

@@ -80,7 +80,7 @@ class Setup(NamedTuple):
         return self.program if self.call.dropout_p > 0 else self.program.without_dropout()
 
     def parts(
-        self, spec: AttentionSpec | CallProgram, which: str, tangents: tuple[str, ...] = ()
+        self, spec: AttentionSpec | CallProgram, pass_name: str, tangents: tuple[str, ...] = ()
     ) -> tuple[tuple[CallProgram, slice], ...]:
         """Several calls that compute this one: for each, its program and columns of V.
 
@@ -94,7 +94,7 @@ class Setup(NamedTuple):
         dim = self.call.head_dim_v
         if self.target.backend == "tiled" or self.call.is_empty:
             return ()
-        columns = self.kernels.columns_of_launch(self.target, self.launch, which, tangents)
+        columns = self.kernels.columns_of_launch(self.target, self.launch, pass_name, tangents)
         if columns == dim:
             return ()
         dtype = self.program.signature.dtype
@@ -178,12 +178,12 @@ class PreparedCall:
                 return
         self._reads_inside = True
 
-    def _tuned(self, which: str) -> LaunchOptions:
+    def _tuned(self, pass_name: str) -> LaunchOptions:
         """The options of the launch, on a GPU with the tuned tiles of this pass."""
         target, launch = self.target, self.launch
         if target.backend != "gpu" or not launch.plans_itself:
             return launch
-        tiles = self.program.tuned(which, self._kernel_arch, self.call, target.index)
+        tiles = self.program.tuned(pass_name, self._kernel_arch, self.call, target.index)
         return replace(launch, tiles=tiles)
 
     def _tiles(

@@ -150,17 +150,19 @@ class CallProgram(abc.ABC):
         """The keys of a split in batch-invariant calls."""
 
     @abc.abstractmethod
-    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
+    def path_of_pass(
+        self, target: Target, pass_name: str, tangents: tuple[str, ...] = ()
+    ) -> Decision:
         """The architecture whose kernels compute a pass of a call, and why; "" where it is that of
         the target. Arguments as for `columns_of_launch`."""
 
     def columns_of_launch(
-        self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
+        self, target: Target, launch: LaunchOptions, pass_name: str, tangents: tuple[str, ...] = ()
     ) -> int:
         """The columns of V that the kernels of a pass compute at once.
 
         Args:
-            which: "forward", "backward", "deterministic", "queries", "keys" or "tangent".
+            pass_name: "forward", "backward", "deterministic", "queries", "keys" or "tangent".
             tangents: for "tangent", the names of the tensors that have a tangent.
         """
         return self.signature.head_dim_v
@@ -170,7 +172,7 @@ class CallProgram(abc.ABC):
         raise NotImplementedError("the kernels of this program compute all columns at once")
 
     @abc.abstractmethod
-    def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
+    def tuned(self, pass_name: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
         """Measured tiles for calls on a GPU, by kernel, as `remembered`."""
 
     @abc.abstractmethod
@@ -194,7 +196,7 @@ class CallProgram(abc.ABC):
         """
 
     def alone(
-        self, which: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
+        self, pass_name: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
         """The kernels of the gradients of "queries" or "keys" alone, in launch order."""
         raise AssertionError("only of specs, whose programs refuse no such call")
@@ -310,36 +312,38 @@ class SpecProgram(CallProgram):
 
         return invariant_splits(self.spec, target.arch).size
 
-    def path_of_pass(self, target: Target, which: str, tangents: tuple[str, ...] = ()) -> Decision:
-        arch, alone = target.arch, which in ("queries", "keys")
+    def path_of_pass(
+        self, target: Target, pass_name: str, tangents: tuple[str, ...] = ()
+    ) -> Decision:
+        arch, alone = target.arch, pass_name in ("queries", "keys")
         if target.open_path and self.spec.block_sparse is not None and not alone:
             from flashgen.kernels.visits.layout_path import path_of_layout
 
-            fixed = which in ("deterministic", "tangent")
-            backward = which != "forward"
+            fixed = pass_name in ("deterministic", "tangent")
+            backward = pass_name != "forward"
             layout_path = path_of_layout(self.spec, arch, backward=backward, deterministic=fixed)
             if layout_path is not None:
                 return Decision(layout_path.arch, layout_path.why)
         if self.spec.kv_dtype is not None and portable(arch) != arch:
             why = "threads convert the codes that they copy, which TMA does not"
             return Decision(portable(arch), why)
-        if which == "tangent" and not tangents:  # no kernel computes them
-            which = "deterministic"
-        return self._path_by_columns(arch, which, tangents)
+        if pass_name == "tangent" and not tangents:  # no kernel computes them
+            pass_name = "deterministic"
+        return self._path_by_columns(arch, pass_name, tangents)
 
-    def _path_by_columns(self, arch: str, which: str, tangents: tuple[str, ...]) -> Decision:
+    def _path_by_columns(self, arch: str, pass_name: str, tangents: tuple[str, ...]) -> Decision:
         """The path of all architectures where tiles of ``arch`` do not hold all columns of V and
         its predicted time is shorter; otherwise that of ``arch``. Arguments as in
         `columns_of_launch`."""
         from flashgen.kernels.planner import columns_of_launch
 
-        spec = self.spec if which == "forward" else self._spec_of_others
+        spec = self.spec if pass_name == "forward" else self._spec_of_others
         if portable(arch) == arch or spec.dtype is None or spec.head_dim_v is None:
             return Decision(arch, "")
-        choice = columns_of_launch(spec, arch, which, tangents=tangents)
+        choice = columns_of_launch(spec, arch, pass_name, tangents=tangents)
         if choice.columns == spec.head_dim_v:
             return Decision(arch, "")
-        portable_choice = columns_of_launch(spec, portable(arch), which, tangents=tangents)
+        portable_choice = columns_of_launch(spec, portable(arch), pass_name, tangents=tangents)
         if portable_choice.cost >= choice.cost:
             return Decision(arch, "")
         held = f"{choice.columns} columns of v at once" if choice.columns else "no part of v"
@@ -347,15 +351,15 @@ class SpecProgram(CallProgram):
         return Decision(portable(arch), f"tiles of the path {arch} hold {held}, and {comparison}")
 
     def columns_of_launch(
-        self, target: Target, launch: LaunchOptions, which: str, tangents: tuple[str, ...] = ()
+        self, target: Target, launch: LaunchOptions, pass_name: str, tangents: tuple[str, ...] = ()
     ) -> int:
         from flashgen.kernels.planner import columns_of_launch
 
         if launch.tiles:
             return self.signature.head_dim_v
-        path = self.path_of_pass(target, which, tangents)
-        spec = self.spec if which == "forward" else self._spec_of_others
-        choice = columns_of_launch(spec, path.arch, which, tangents=tangents, sram=launch.sram)
+        path = self.path_of_pass(target, pass_name, tangents)
+        spec = self.spec if pass_name == "forward" else self._spec_of_others
+        choice = columns_of_launch(spec, path.arch, pass_name, tangents=tangents, sram=launch.sram)
         return choice.columns or self.signature.head_dim_v
 
     def with_columns(self, columns: int) -> CallProgram:
@@ -363,8 +367,8 @@ class SpecProgram(CallProgram):
 
         return program_of(with_columns(self.spec, columns))
 
-    def tuned(self, which: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
-        return remembered(self._spec_of_others, arch, which, call, index)
+    def tuned(self, pass_name: str, arch: str, call: CheckedCall, index: int) -> Mapping[str, Tile]:
+        return remembered(self._spec_of_others, arch, pass_name, call, index)
 
     def forward(self, request: ForwardRequest) -> tuple[LaunchableKernel, str]:
         from flashgen.kernels.pipeline import built
@@ -403,7 +407,7 @@ class SpecProgram(CallProgram):
         )
 
     def alone(
-        self, which: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
+        self, pass_name: str, arch: str, launch: LaunchOptions, ranges: CallRanges, seq_q: int
     ) -> tuple[LaunchableKernel, ...]:
         from flashgen.kernels.pipeline import built
         from flashgen.kernels.planner import BackwardPlanRequest
@@ -411,7 +415,7 @@ class SpecProgram(CallProgram):
         rows = 1 << max(seq_q - 1, 0).bit_length()  # a power of two, so that kernels are few
         few, tiles = rows if rows < MANY_ROWS else 0, tuple(sorted(launch.tiles.items()))
         plan_request = BackwardPlanRequest(
-            self._spec_of_others, arch, launch.sram, tiles=tiles, alone=which, few_rows=few
+            self._spec_of_others, arch, launch.sram, tiles=tiles, alone=pass_name, few_rows=few
         )
         return built(plan_request, ranges)
 

@@ -77,29 +77,29 @@ def gpu_name(index: int) -> str:
 
 
 def remembered(
-    spec: AttentionSpec, arch: str, which: str, call: CheckedCall, index: int
+    spec: AttentionSpec, arch: str, pass_name: str, call: CheckedCall, index: int
 ) -> Mapping[str, Tile]:
     """The tuned tiles for a call on a GPU, by name of the kernel; empty without a measurement."""
     root = config.cache_dir()
     if root is None or not (root / TUNED).is_dir() or usable_root() is None:
         return {}
-    winner = read(tiles_file(root, gpu_name(index), spec, arch, which, call))
-    if winner is None or not _is_possible(spec, arch, which, winner.tiles):
+    winner = read(tiles_file(root, gpu_name(index), spec, arch, pass_name, call))
+    if winner is None or not _is_possible(spec, arch, pass_name, winner.tiles):
         return {}
-    config.log(1, f"flashgen: {spec.name}, {which}: tuned tiles, {winner.tiles}")
+    config.log(1, f"flashgen: {spec.name}, {pass_name}: tuned tiles, {winner.tiles}")
     return winner.tiles
 
 
 def tiles_file(
-    root: Path, gpu: str, spec: AttentionSpec, arch: str, which: str, call: CheckedCall
+    root: Path, gpu: str, spec: AttentionSpec, arch: str, pass_name: str, call: CheckedCall
 ) -> Path:
     """The file of tuned tiles.
 
     Args:
-        which: one of `PASSES`.
+        pass_name: one of `PASSES`.
     """
     device = re.sub(r"[^A-Za-z0-9]+", "-", gpu)
-    name = f"{spec.name}.{spec.digest[:16]}.{arch}.{which}.{shape_class(call)}.json"
+    name = f"{spec.name}.{spec.digest[:16]}.{arch}.{pass_name}.{shape_class(call)}.json"
     return root / TUNED / device / name
 
 
@@ -130,17 +130,17 @@ def read(path: Path) -> Winner | None:
     return winner
 
 
-def _is_possible(spec: AttentionSpec, arch: str, which: str, tiles: Mapping[str, Tile]) -> bool:
+def _is_possible(spec: AttentionSpec, arch: str, pass_name: str, tiles: Mapping[str, Tile]) -> bool:
     """Whether a plan with these tiles exists; the file can hold anything."""
     from flashgen.kernels.planner import TangentPlanRequest, plan, plan_backward, plan_tangent
 
     try:
-        if which == "forward":
+        if pass_name == "forward":
             plan(spec, arch, tile=tiles["forward"])
-        elif which == "tangent":
+        elif pass_name == "tangent":
             plan_tangent(replace(TangentPlanRequest.for_all(spec, arch), tile=tiles["tangent"]))
         else:
-            plan_backward(spec, arch, deterministic=which == "deterministic", tiles=tiles)
+            plan_backward(spec, arch, deterministic=pass_name == "deterministic", tiles=tiles)
     except (PlanError, KeyError, TypeError) as error:
         _note(f"tuned tiles of {spec.name} are unusable: {error}")
         return False

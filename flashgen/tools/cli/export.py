@@ -61,7 +61,7 @@ def export(arguments: ExportArguments) -> None:
 def _shown(choice: PathRecord) -> str:
     """Which kernels compute a pass of some calls."""
     calls = "that name no architecture" if choice.is_open else f"on {choice.arch}"
-    columns = f"{choice.of.which}, {choice.columns} columns of v in each launch"
+    columns = f"{choice.of.name}, {choice.columns} columns of v in each launch"
     return f"calls {calls}: {choice.why or columns}"
 
 

@@ -36,12 +36,12 @@ _PIPED_STEP = 0.1  # of the run, between two reports in a pipe
 
 
 def expected_work(
-    spec: AttentionSpec, call: RandomCall, arguments: CallArguments, which: str = "forward"
+    spec: AttentionSpec, call: RandomCall, arguments: CallArguments, pass_name: str = "forward"
 ) -> float:
     """The multiply-adds of one pass of a call; 0 where they are not known before it runs.
 
     Args:
-        which: "forward", "tangent", or another pass for the gradients.
+        pass_name: "forward", "tangent", or another pass for the gradients.
     """
     from dataclasses import replace
 
@@ -58,9 +58,9 @@ def expected_work(
     from flashgen.tools.profile.prediction import expected_multiply_adds
 
     arch = arch_of(arguments.arch)
-    moving = tangents_of(spec) if which == "tangent" else ()
-    kind = which
-    if which not in ("forward", "tangent"):
+    moving = tangents_of(spec) if pass_name == "tangent" else ()
+    kind = pass_name
+    if pass_name not in ("forward", "tangent"):
         kind = "deterministic" if arguments.deterministic else "backward"
     # Several launches, whose kernels have a spec of their own.
     if spec.chooses:
@@ -70,9 +70,9 @@ def expected_work(
         return 0
     known = known_call(spec, call)
     plans: Sequence[Plan]
-    if which == "tangent":
+    if pass_name == "tangent":
         plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, arguments.sram)),)
-    elif which != "forward":
+    elif pass_name != "forward":
         deterministic = arguments.deterministic
         plans = plan_backward(spec, arch, sram=arguments.sram, deterministic=deterministic).kernels
     else:

@@ -82,17 +82,17 @@ def run(arguments: RunArguments) -> None:
             with busy(f"{spec.name}: computing the oracle in float64"):
                 order_verdicts |= judge_of(spec, call, "forward")(result)
         derivatives: list[Derivatives] = []
-        for which in _more_passes(arguments):
-            message = f"{spec.name}: compiling, then running the {which} pass {where}{suffix}"
-            derivative = derivative_of(spec, call, result, which, **run_options)
-            with emulated(message, partial(expected_work, spec, call, arguments, which)):
+        for pass_name in _more_passes(arguments):
+            message = f"{spec.name}: compiling, then running the {pass_name} pass {where}{suffix}"
+            derivative = derivative_of(spec, call, result, pass_name, **run_options)
+            with emulated(message, partial(expected_work, spec, call, arguments, pass_name)):
                 derivatives.append(derivative())
                 total = on_gpu(derivative) if backend == "gpu" and not results_of_orders else None
             if not results_of_orders:
-                more_rows += _rows_of(which, derivatives[-1], total)
+                more_rows += _rows_of(pass_name, derivatives[-1], total)
             if arguments.check:
-                with busy(f"{spec.name}: computing the {which} pass in float64"):
-                    order_verdicts |= judge_of(spec, call, which)(derivatives[-1])
+                with busy(f"{spec.name}: computing the {pass_name} pass in float64"):
+                    order_verdicts |= judge_of(spec, call, pass_name)(derivatives[-1])
         verdicts |= {name + suffix: verdict for name, verdict in order_verdicts.items()}
         results_of_orders.append((result, derivatives))
     result = results_of_orders[0][0]
@@ -176,13 +176,13 @@ def _results(forward: ForwardRun, derivatives: Sequence[Derivatives]) -> dict[st
     return {name: span(tensor.contiguous()).tobytes() for name, tensor in results.items()}
 
 
-def _rows_of(which: str, run: Derivatives, total: float | None) -> Iterator[Row]:
+def _rows_of(pass_name: str, run: Derivatives, total: float | None) -> Iterator[Row]:
     """A line for each kernel of a pass after the forward one: its tile, registers and time.
 
     Args:
         total: on a GPU, the seconds that all of them take together.
     """
-    name = "tangent" if which == "tangent" else "backward"
+    name = "tangent" if pass_name == "tangent" else "backward"
     for text in run.copies:
         yield "copied", text
     for report in run.reports:

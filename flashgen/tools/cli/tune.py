@@ -49,14 +49,14 @@ def tune(arguments: TuneArguments) -> None:
             numbers=str(sizes),
             way_out="--shape 1,4,256",
         )
-    which = _pass(arguments)
+    pass_name = _pass(arguments)
     with busy("loading torch"):
         from flashgen.tools.tune.measure import checked, fastest, on_gpu
         from flashgen.tools.tune.rank import by_time, derived, rank
     arch, device, reason = _target(arguments)
     call = random_call(spec, arguments, sizes, device=device)
     known = known_call(spec, call)
-    if which == "forward" and split_of_call(spec, arch, known.problem):
+    if pass_name == "forward" and split_of_call(spec, arch, known.problem):
         raise InputError(
             "tuned tiles do not apply to calls with split keys",
             where="option --shape",
@@ -65,13 +65,13 @@ def tune(arguments: TuneArguments) -> None:
             way_out="flashgen plan --decode, which shows the tile; or a shape with more queries",
         )
     with busy(f"{spec.name}: ranking the tiles that fit"):
-        choices = rank(known, arch, which=which, sram=arguments.sram)
-    planned = derived(spec, arch, which, choices, arguments.sram)
+        choices = rank(known, arch, pass_name=pass_name, sram=arguments.sram)
+    planned = derived(spec, arch, pass_name, choices, arguments.sram)
     unit = "time" if by_time(spec) else "clocks per score element (packed: no time is predicted)"
     print_rows(
         [
             ("spec", f"{spec.name}, {arguments.path}"),
-            ("shape", f"{sizes}, {spec.dtype}, {which}"),
+            ("shape", f"{sizes}, {spec.dtype}, {pass_name}"),
             ("arch", arch),
             ("ranked", f"{plural(len(choices), 'choice')} by the model's {unit}; {STATED_ERROR}"),
         ]
@@ -89,11 +89,11 @@ def tune(arguments: TuneArguments) -> None:
     small_call = random_call(spec, arguments, small, device="cuda")
     run_options = {"backend": "gpu", "arch": arch}
     with busy(f"{spec.name}: compiling {plural(len(tried), 'choice')}, each against the oracle"):
-        candidates = checked(tried, spec, small_call, which, **run_options)
+        candidates = checked(tried, spec, small_call, pass_name, **run_options)
     with busy(f"{spec.name}: measuring"):
-        measured = fastest(candidates, on_gpu, spec, call, which, **run_options)
+        measured = fastest(candidates, on_gpu, spec, call, pass_name, **run_options)
     _show_measured(measured, planned)
-    _keep(measured, planned, known, arch, which)
+    _keep(measured, planned, known, arch, pass_name)
 
 
 def _pass(arguments: TuneArguments) -> str:
@@ -190,7 +190,7 @@ def _sharing(plan: Plan) -> str:
 
 
 def _keep(
-    measured: list[Measured], planned: TileChoice, known: KnownCall, arch: str, which: str
+    measured: list[Measured], planned: TileChoice, known: KnownCall, arch: str, pass_name: str
 ) -> None:
     """Writes the winner to the cache, for later calls of this kind."""
     from flashgen.calls.runtime.tuned_tiles import Winner, gpu_name, tiles_file, write
@@ -206,7 +206,7 @@ def _keep(
     planners_seconds = next(
         (candidate.seconds for candidate in measured if candidate.choice is planned), None
     )
-    path = tiles_file(root, gpu_name(0), known.spec, arch, which, known.problem)
+    path = tiles_file(root, gpu_name(0), known.spec, arch, pass_name, known.problem)
     record = Winner(winner.choice.tiles, winner.seconds, planners_seconds or 0.0)
     if write(path, record):
         say(f"\nkept for calls of this kind of shape on {gpu_name(0)}: {path}")

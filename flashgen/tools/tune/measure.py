@@ -45,18 +45,18 @@ def checked(
     choices: Sequence[TileChoice],
     spec: AttentionSpec,
     inputs: Inputs,
-    which: str,
+    pass_name: str,
     **run_options: str,
 ) -> list[Measured]:
     """Runs each choice once and compares it with the float64 oracle by the error rule.
 
     Args:
         inputs: small inputs, because the oracle materialises N x N scores.
-        which: as for `flashgen.tools.tune.rank.rank`.
+        pass_name: as for `flashgen.tools.tune.rank.rank`.
         run_options: the backend and the architecture.
     """
-    call_of = _caller(spec, inputs, which, **run_options)
-    judge = judge_of(spec, inputs, which)
+    call_of = _caller(spec, inputs, pass_name, **run_options)
+    judge = judge_of(spec, inputs, pass_name)
 
     def why_excluded(choice: TileChoice) -> str:
         try:
@@ -112,43 +112,43 @@ def on_gpu(call: Call) -> float:
 
 
 def _caller(
-    spec: AttentionSpec, inputs: Inputs, which: str, **run_options: Any
+    spec: AttentionSpec, inputs: Inputs, pass_name: str, **run_options: Any
 ) -> Callable[[TileChoice], Callable[[], Run]]:
     """A function from a choice to its call. All passes but the forward one use one result of it."""
     forward = partial(run_forward, spec, *inputs.operands, **inputs.options | run_options)
-    if which == "forward":
+    if pass_name == "forward":
         return lambda choice: partial(forward, tiles=choice.tiles)
-    derivative = derivative_of(spec, inputs, forward(), which, **run_options)
+    derivative = derivative_of(spec, inputs, forward(), pass_name, **run_options)
     return lambda choice: partial(derivative, tiles=choice.tiles)
 
 
 def derivative_of(
-    spec: AttentionSpec, inputs: Inputs, first: ForwardRun, which: str, **run_options: Any
+    spec: AttentionSpec, inputs: Inputs, first: ForwardRun, pass_name: str, **run_options: Any
 ) -> Callable[..., BackwardRun | TangentRun]:
     """A function that computes gradients or tangents from the results of a forward call.
 
     Args:
-        which: "tangent", "backward", or "deterministic" for a deterministic backward pass.
+        pass_name: "tangent", "backward", or "deterministic" for a deterministic backward pass.
         run_options: options of `run_backward` and `run_tangent` that are no part of the call.
     """
     arguments = spec, *inputs.operands, first.out, first.lse
     run_options |= inputs.options
-    if which == "tangent":
+    if pass_name == "tangent":
         return partial(run_tangent, *arguments, inputs.tangents, **run_options)
-    fixed = which == "deterministic"
+    fixed = pass_name == "deterministic"
     return partial(run_backward, *arguments, *inputs.gradients, deterministic=fixed, **run_options)
 
 
 def judge_of(
-    spec: AttentionSpec, inputs: Inputs, which: str
+    spec: AttentionSpec, inputs: Inputs, pass_name: str
 ) -> Callable[[Run], Mapping[str, reference.Verdict]]:
     """A function from a run to its verdicts; the oracle of results is computed once for all runs.
 
     Args:
-        which: "forward", "tangent", or another pass for the gradients.
+        pass_name: "forward", "tangent", or another pass for the gradients.
     """
     arguments = (spec, *inputs.operands)
-    if which == "tangent":
+    if pass_name == "tangent":
 
         def tangents(run: Any) -> Mapping[str, reference.Verdict]:
             verdicts = reference.judge_tangents(
@@ -157,7 +157,7 @@ def judge_of(
             return {f"{name}'s tangent": verdict for name, verdict in verdicts.items()}
 
         return tangents
-    if which != "forward":
+    if pass_name != "forward":
 
         def gradients(run: Any) -> Mapping[str, reference.Verdict]:
             computed = (run.dq, run.dk, run.dv, *run.captured)

@@ -55,7 +55,7 @@ def rank(
     call: KnownCall,
     arch: str,
     *,
-    which: str = "forward",
+    pass_name: str = "forward",
     sram: int | None = None,
 ) -> tuple[TileChoice, ...]:
     """The choices for a pass, the one of least predicted time first; () where no tile fits.
@@ -68,7 +68,7 @@ def rank(
     at a time.
 
     Args:
-        which: "forward", "tangent" for forward mode along all operands, "backward", or
+        pass_name: "forward", "tangent" for forward mode along all operands, "backward", or
             "deterministic" for a deterministic backward pass.
 
     Raises:
@@ -87,10 +87,10 @@ def rank(
         ]
         return sorted(choices, key=lambda choice: choice.seconds)
 
-    if which in ("forward", "tangent"):
-        return tuple(kernel_choices(which))
+    if pass_name in ("forward", "tangent"):
+        return tuple(kernel_choices(pass_name))
     all_choices: list[TileChoice] = []
-    for kernels in kernels_of(spec, deterministic=which == "deterministic").values():
+    for kernels in kernels_of(spec, deterministic=pass_name == "deterministic").values():
         ranked = [kernel_choices(kernel) for kernel in kernels]
         if all(ranked):
             all_choices += [
@@ -102,7 +102,7 @@ def rank(
 def derived(
     spec: AttentionSpec,
     arch: str,
-    which: str,
+    pass_name: str,
     ranked: Sequence[TileChoice],
     sram: int | None = None,
 ) -> TileChoice:
@@ -111,12 +111,12 @@ def derived(
     Raises:
         PlanError: no tile fits.
     """
-    if which == "forward":
+    if pass_name == "forward":
         plans: tuple[Plan, ...] = (plan(spec, arch, sram=sram),)
-    elif which == "tangent":
+    elif pass_name == "tangent":
         plans = (plan_tangent(TangentPlanRequest.for_all(spec, arch, sram)),)
     else:
-        chosen = plan_backward(spec, arch, sram=sram, deterministic=which == "deterministic")
+        chosen = plan_backward(spec, arch, sram=sram, deterministic=pass_name == "deterministic")
         plans = tuple(planned for planned in chosen.kernels if not planned.streams)
     planners_choice = TileChoice(plans, math.nan)
     tiles = planners_choice.tiles
