@@ -133,7 +133,7 @@ DEVICE Range row_keys(const Params& p) { return {0, p.seq_k}; }
 DEVICE Partials score_partials() { return {1.0f}; }
 
 // The address of by0's sum, the gradient of table[q + seq_k - k - 1].
-DEVICE float* place_of_by0(const Params& p, int q, int k) {
+DEVICE float* address_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q + p.seq_k - k - 1);
 }
 
@@ -142,8 +142,8 @@ DEVICE int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
   return inside(q_lo + p.seq_k - k_hi - 1, p.c_table_size_0);
 }
 
-// The place of table[q + seq_k - k - 1] in by0's window; -1: outside.
-DEVICE int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+// The index of table[q + seq_k - k - 1] in by0's window; -1: outside.
+DEVICE int index_in_by0(const Params& p, int q, int k, int by0_first_0) {
   const int i = inside(q + p.seq_k - k - 1, p.c_table_size_0) - by0_first_0;
   return unsigned(i) < 63 ? i : -1;
 }
@@ -486,7 +486,7 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
         by0_first_0_of(p, p.q_offset + q_start + warp_row, p.k_offset + k_start + BLOCK_K - 1);
     // While a lane's scores read the same element, it sums them in a register. Lanes that add at
     // one place wait for each other.
-    int held_by0 = -1;  // the place of this sum; -1: none yet
+    int held_by0 = -1;  // the index of this sum; -1: none yet
     float by0 = 0.0f;
     // Along diagonals of the tile: there q - k is the same.
     UNROLL for (int m = 1 - 2 * ROW_GROUPS; m < BLOCK_K / 8; ++m) {
@@ -502,15 +502,15 @@ relative_bias_backward_captured_fp16_d64(const __grid_constant__ Params p) {
             if (d != 0.0f && q_first + 16 * g + 8 * r < q_end) {
               const int q = q_first + 16 * g + 8 * r;
               const Partials by = score_partials();
-              const int place_by0 = place_in_by0(p, q, k, by0_first_0);
-              if (place_by0 < 0) {
-                atomicAdd(place_of_by0(p, q, k), d * by.by0);
+              const int index_by0 = index_in_by0(p, q, k, by0_first_0);
+              if (index_by0 < 0) {
+                atomicAdd(address_of_by0(p, q, k), d * by.by0);
               } else {
-                if (place_by0 != held_by0) {
+                if (index_by0 != held_by0) {
                   if (held_by0 >= 0) {
                     atomicAdd(sums + held_by0, by0);
                   }
-                  held_by0 = place_by0;
+                  held_by0 = index_by0;
                   by0 = 0.0f;
                 }
                 by0 += d * by.by0;

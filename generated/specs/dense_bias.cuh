@@ -52,7 +52,7 @@ DEVICE Partials score_partials() { return {1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of bias[b, h, q, k].
-DEVICE float* place_of_by0(const Params& p, int b, int h, int q, int k) {
+DEVICE float* address_of_by0(const Params& p, int b, int h, int q, int k) {
   return sum_of_bias(p, b, h, q, k);
 }
 
@@ -68,7 +68,7 @@ DEVICE unsigned long long* sum_of_bias(const Params& p, int i, int j, int k, int
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of bias[b, h, q, k].
-DEVICE unsigned long long* place_of_by0(const Params& p, int b, int h, int q, int k) {
+DEVICE unsigned long long* address_of_by0(const Params& p, int b, int h, int q, int k) {
   return sum_of_bias(p, b, h, q, k);
 }
 

@@ -81,7 +81,7 @@ DEVICE Partials score_partials(const PartialsHead& partials_head, float score) {
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of gate[h].
-DEVICE float* place_of_by0(const Params& p, int h) { return sum_of_gate(p, h); }
+DEVICE float* address_of_by0(const Params& p, int h) { return sum_of_gate(p, h); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of gate is summed.
@@ -92,7 +92,7 @@ DEVICE unsigned long long* sum_of_gate(const Params& p, int i) {
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of gate[h].
-DEVICE unsigned long long* place_of_by0(const Params& p, int h) { return sum_of_gate(p, h); }
+DEVICE unsigned long long* address_of_by0(const Params& p, int h) { return sum_of_gate(p, h); }
 
 // in sm_80 and sm_90a: tangent
 // The spec's gate_tangent: an index outside it means its nearest element.

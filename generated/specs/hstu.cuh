@@ -99,7 +99,7 @@ DEVICE Partials score_partials(
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of table[q - k].
-DEVICE float* place_of_by0(const Params& p, int q, int k) { return sum_of_table(p, q - k); }
+DEVICE float* address_of_by0(const Params& p, int q, int k) { return sum_of_table(p, q - k); }
 
 // in sm_80 and sm_90a: captured, captured_exact
 // The first q - k in these ranges of queries and keys, clamped.
@@ -108,8 +108,8 @@ DEVICE int by0_first_0_of(const Params& p, int q_lo, int k_hi) {
 }
 
 // in sm_80: captured, captured_exact
-// The place of table[q - k] in by0's window; -1: outside.
-DEVICE int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+// The index of table[q - k] in by0's window; -1: outside.
+DEVICE int index_in_by0(const Params& p, int q, int k, int by0_first_0) {
   const int i = inside(q - k, p.c_table_size_0) - by0_first_0;
   return unsigned(i) < 63 ? i : -1;
 }
@@ -129,7 +129,7 @@ DEVICE unsigned long long* sum_of_table(const Params& p, int i) {
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of table[q - k].
-DEVICE unsigned long long* place_of_by0(const Params& p, int q, int k) {
+DEVICE unsigned long long* address_of_by0(const Params& p, int q, int k) {
   return sum_of_table(p, q - k);
 }
 
@@ -173,8 +173,8 @@ DEVICE Moved score_mod(
 }
 
 // in sm_90a: captured, captured_exact
-// The place of table[q - k] in by0's window; -1: outside.
-DEVICE int place_in_by0(const Params& p, int q, int k, int by0_first_0) {
+// The index of table[q - k] in by0's window; -1: outside.
+DEVICE int index_in_by0(const Params& p, int q, int k, int by0_first_0) {
   const int i = inside(q - k, p.c_table_size_0) - by0_first_0;
   return unsigned(i) < 111 ? i : -1;
 }

@@ -82,11 +82,11 @@ DEVICE Partials score_partials() { return {1.0f, -1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of a[q].
-DEVICE float* place_of_by0(const Params& p, int q) { return sum_of_a(p, q); }
+DEVICE float* address_of_by0(const Params& p, int q) { return sum_of_a(p, q); }
 
 // in sm_80 and sm_90a: captured
 // The address of by1's sum, the gradient of c[k].
-DEVICE float* place_of_by1(const Params& p, int k) { return sum_of_c(p, k); }
+DEVICE float* address_of_by1(const Params& p, int k) { return sum_of_c(p, k); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of a is summed.
@@ -104,11 +104,11 @@ DEVICE unsigned long long* sum_of_c(const Params& p, int i) {
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of a[q].
-DEVICE unsigned long long* place_of_by0(const Params& p, int q) { return sum_of_a(p, q); }
+DEVICE unsigned long long* address_of_by0(const Params& p, int q) { return sum_of_a(p, q); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by1's sum, the gradient of c[k].
-DEVICE unsigned long long* place_of_by1(const Params& p, int k) { return sum_of_c(p, k); }
+DEVICE unsigned long long* address_of_by1(const Params& p, int k) { return sum_of_c(p, k); }
 
 // in sm_80 and sm_90a: tangent
 // The spec's a_tangent: an index outside it means its nearest element.

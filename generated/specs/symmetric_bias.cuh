@@ -68,11 +68,11 @@ DEVICE Partials score_partials() { return {1.0f, 1.0f}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of t[k].
-DEVICE float* place_of_by0(const Params& p, int k) { return sum_of_t(p, k); }
+DEVICE float* address_of_by0(const Params& p, int k) { return sum_of_t(p, k); }
 
 // in sm_80 and sm_90a: captured
 // The address of by1's sum, the gradient of t[q].
-DEVICE float* place_of_by1(const Params& p, int q) { return sum_of_t(p, q); }
+DEVICE float* address_of_by1(const Params& p, int q) { return sum_of_t(p, q); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of t is summed.
@@ -83,11 +83,11 @@ DEVICE unsigned long long* sum_of_t(const Params& p, int i) {
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of t[k].
-DEVICE unsigned long long* place_of_by0(const Params& p, int k) { return sum_of_t(p, k); }
+DEVICE unsigned long long* address_of_by0(const Params& p, int k) { return sum_of_t(p, k); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by1's sum, the gradient of t[q].
-DEVICE unsigned long long* place_of_by1(const Params& p, int q) { return sum_of_t(p, q); }
+DEVICE unsigned long long* address_of_by1(const Params& p, int q) { return sum_of_t(p, q); }
 
 // in sm_80 and sm_90a: tangent
 // The spec's t_tangent: an index outside it means its nearest element.

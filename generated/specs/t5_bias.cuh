@@ -72,7 +72,7 @@ DEVICE Partials score_partials() { return {1.0f}; }
 // 8, abs(k - q), where(abs(k - q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q)
 // >= 23, 1, 0) + where(abs(k - q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q)
 // >= 64, 1, 0) + where(abs(k - q) >= 91, 1, 0) + 8)].
-DEVICE float* place_of_by0(const Params& p, int h, int q, int k) {
+DEVICE float* address_of_by0(const Params& p, int h, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int table_index = (k_minus_q > 0 ? 16 : 0)
@@ -86,11 +86,11 @@ DEVICE float* place_of_by0(const Params& p, int h, int q, int k) {
 }
 
 // in sm_80 and sm_90a: captured, captured_exact
-// The place of table[h, where(k - q > 0, 16, 0) + where(abs(k - q) < 8, abs(k - q), where(abs(k -
+// The index of table[h, where(k - q > 0, 16, 0) + where(abs(k - q) < 8, abs(k - q), where(abs(k -
 // q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q) >= 23, 1, 0) + where(abs(k -
 // q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q) >= 64, 1, 0) + where(abs(k -
 // q) >= 91, 1, 0) + 8)] in by0's window; -1: outside.
-DEVICE int place_in_by0(const Params& p, int q, int k) {
+DEVICE int index_in_by0(const Params& p, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int i = inside(
@@ -123,7 +123,7 @@ DEVICE unsigned long long* sum_of_table(const Params& p, int i, int j) {
 // 8, abs(k - q), where(abs(k - q) >= 12, 1, 0) + where(abs(k - q) >= 16, 1, 0) + where(abs(k - q)
 // >= 23, 1, 0) + where(abs(k - q) >= 32, 1, 0) + where(abs(k - q) >= 46, 1, 0) + where(abs(k - q)
 // >= 64, 1, 0) + where(abs(k - q) >= 91, 1, 0) + 8)].
-DEVICE unsigned long long* place_of_by0(const Params& p, int h, int q, int k) {
+DEVICE unsigned long long* address_of_by0(const Params& p, int h, int q, int k) {
   const int k_minus_q = k - q;
   const int abs_k_minus_q = abs(k_minus_q);
   const int table_index = (k_minus_q > 0 ? 16 : 0)

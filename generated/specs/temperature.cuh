@@ -59,7 +59,7 @@ DEVICE Partials score_partials(float score) { return {score}; }
 
 // in sm_80 and sm_90a: captured
 // The address of by0's sum, the gradient of t.
-DEVICE float* place_of_by0(const Params& p) { return sum_of_t(p); }
+DEVICE float* address_of_by0(const Params& p) { return sum_of_t(p); }
 
 // in sm_80 and sm_90a: captured_exact
 // The address at which the gradient of t is summed.
@@ -67,7 +67,7 @@ DEVICE unsigned long long* sum_of_t(const Params& p) { return p.dc_t; }
 
 // in sm_80 and sm_90a: captured_exact
 // The address of by0's sum, the gradient of t.
-DEVICE unsigned long long* place_of_by0(const Params& p) { return sum_of_t(p); }
+DEVICE unsigned long long* address_of_by0(const Params& p) { return sum_of_t(p); }
 
 // in sm_80 and sm_90a: tangent
 // The spec's t_tangent.

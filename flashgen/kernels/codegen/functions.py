@@ -270,7 +270,7 @@ class SpecFunctions:
         lets = self.printer.lets(block)
         indices = ", ".join(["p", *map(self.printer.index, block.results[0].indices)])
         return self._function(
-            f"place_of_{name}",
+            f"address_of_{name}",
             f"{kind}*",
             comment(f"The address of {name}'s sum, the gradient of {python_text(element)}."),
             element.indices,

@@ -100,7 +100,7 @@ def _firsts(name: str, window: Window, printer: CPrinter) -> Iterator[tuple[str,
 
 
 def _slot(name: str, window: Window, printer: CPrinter) -> SpecFunction:
-    """The place of a score's sum: the axes in order, the last one contiguous."""
+    """The index of a score's sum in its window: the axes in order, the last one contiguous."""
     along = [window.element.indices[axis.axis] for axis in window.axes]
     block = share(*along)
     body, conditions, slot = printer.lets(block), [], ""
@@ -112,8 +112,8 @@ def _slot(name: str, window: Window, printer: CPrinter) -> SpecFunction:
         conditions.append(f"unsigned({i}) < {axis.extent}")
         slot = f"({slot}) * {axis.extent} + {i}" if slot else i
     body.append(f"return {' && '.join(conditions)} ? {slot} : -1;")
-    why = f"The place of {python_text(window.element)} in {name}'s window; -1: outside."
-    function = SpecFunction.create(f"place_in_{name}", "int", comment(why), body, _uses(*along))
+    why = f"The index of {python_text(window.element)} in {name}'s window; -1: outside."
+    function = SpecFunction.create(f"index_in_{name}", "int", comment(why), body, _uses(*along))
     return _with_firsts(function, name, window)
 
 

@@ -234,7 +234,7 @@ COMPUTED_CAPTURED = [
     ("a row's sum is that of one lane", "all_by2 = quad_sum(by2[r])", "all_by2 = by2[r]", "row"),
     ("a column's sum is that of one lane", "by1 = column_sum(by1);", "", "column"),
     ("every lane adds a column's sum", "if (lane < 4 && by1", "if (by1", "column"),
-    ("the other row of a lane", "place_in_by3(p, q, k, by3", "place_in_by3(p, q + 8, k, by3",
+    ("the other row of a lane", "index_in_by3(p, q, k, by3", "index_in_by3(p, q + 8, k, by3",
      "table"),
     ("a warp's sums are not cleared", "sums[place] = 0;\n      }", "}", "table"),
 ]  # fmt: skip
