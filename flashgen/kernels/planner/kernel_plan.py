@@ -430,13 +430,15 @@ class Plan(LaunchRules):
 
     @property
     def box_k(self) -> int:
-        """Keys of a box, where the producer of "forward" or "dq" searches for boxes, and tells the
-        consumers which boxes make up a tile; 0 where every warp finds the tiles."""
+        """Keys of a box of "forward" and "dq"; 0 where every warp finds the tiles.
+
+        The producer searches for boxes, and tells the consumers which boxes make up a tile.
+        """
         return int(self.quantities.get("box_k", 0))
 
     @property
     def box_q(self) -> int:
-        """Queries of a box, where the producer of a kernel whose blocks own keys searches; or 0."""
+        """Queries of a box of a kernel whose blocks own keys and gather queries; else 0."""
         return int(self.quantities.get("box_q", 0))
 
     @property
