@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import tempfile
 from dataclasses import replace
@@ -15,13 +16,21 @@ from tests.support.examples import spec_path
 
 
 @functools.cache
+def _exports() -> str:
+    """The folder of the exports of this process, which is removed when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="flashgen-exports-")
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
+@functools.cache
 def exported(name: str, archs: tuple[str, ...] = ("sm_80",), **options: Any) -> Path:
     """The export of a spec of ``specs/``, at head dim 16 unless told otherwise."""
     changes = {"head_dim": options.pop("head_dim", 16), "dropout": options.pop("dropout", False)}
     if "head_dim_v" in options:
         changes["head_dim_v"] = options.pop("head_dim_v")
     spec = fg.load(str(spec_path(name))).replace(**changes)
-    folder = Path(tempfile.mkdtemp(prefix="flashgen-export-"))
+    folder = Path(tempfile.mkdtemp(dir=_exports()))
     command = f"flashgen export specs/{name}.py -o {name} --arch {','.join(archs)}"
     export(ExportRequest(spec=spec, archs=archs, command=command, **options), folder)
     return folder

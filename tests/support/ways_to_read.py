@@ -6,6 +6,7 @@ Each makes a function that reads a number, and one that changes the number.
 from __future__ import annotations
 
 import array
+import atexit
 import collections
 import contextvars
 import dataclasses
@@ -15,6 +16,7 @@ import json
 import operator
 import os
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -508,9 +510,9 @@ def environment() -> tuple[Get, Set]:
 
 @way
 def file_of_text() -> tuple[Get, Set]:
-    import tempfile
-
-    path = Path(tempfile.mkdtemp()) / "options.json"
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "options.json"
     return (
         lambda: json.loads(path.read_text(encoding="utf-8"))["w"],
         lambda value: path.write_text(json.dumps({"w": value}), encoding="utf-8"),
