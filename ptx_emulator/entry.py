@@ -66,9 +66,9 @@ def launch(
             place; any dtype and strides, bfloat16 as uint16 or ml_dtypes.bfloat16), a number, None
             (a null pointer), a TensorMap (a CUtensorMap by value), or a tuple or list for one
             struct passed by value with the alignment of C, whose items are arrays, None, numpy
-            scalars or TensorMaps. A pointer to a struct in global memory, or to tensor maps there,
-            is a numpy array of dtype object with such items, or one TensorMap. The address of a
-            buffer mod 16 is that of the array.
+            scalars, TensorMaps or structs. A pointer to a struct in global memory, or to tensor
+            maps there, is a numpy array of dtype object with such items, or one TensorMap. The
+            address of a buffer mod 16 is that of the array.
         shared_bytes: dynamic shared memory per block.
         check: also check for races and for reads of memory or registers that were never written.
             Bounds, alignment, deadlocks and barriers are always checked.

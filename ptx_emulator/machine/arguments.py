@@ -32,6 +32,17 @@ def _items(value: Any) -> Iterator[tuple[int, Array]]:
         yield 0, value
 
 
+def _alignment(item: Any, map_align: int) -> int:
+    """The alignment in C of a field of a struct."""
+    if isinstance(item, (tuple, list)):
+        return max((_alignment(field, map_align) for field in item), default=1)
+    if isinstance(item, TensorMap):
+        return map_align
+    if isinstance(item, np.void):
+        return item.dtype.alignment
+    return item.itemsize if isinstance(item, np.generic) else 8
+
+
 class DeviceArguments:
     """The arguments of a launch, placed in device memory.
 
@@ -197,20 +208,21 @@ class DeviceArguments:
     ) -> bytes:
         """The bytes of a struct at address ``address``, with the alignment of C."""
         data = bytearray()
-        widest = 1
         for index, item in enumerate(items):
-            align = map_align if isinstance(item, TensorMap) else 1
-            part = self._reference(number, item, address + len(data) + -len(data) % align)
-            if isinstance(item, np.generic):
-                part = item.tobytes()
-            if part is None:
-                raise self.error(
-                    f"field {index} of argument {number} has no size",
-                    f"{item!r} is a {type(item).__name__}",
-                    "pass arrays, None, TensorMaps or numpy scalars such as np.int32(1) as fields",
-                )
-            align = align if isinstance(item, TensorMap) else len(part)
-            widest = max(widest, align)
-            data += bytes(-len(data) % align) + part
-        data += bytes(-len(data) % widest)
+            data += bytes(-len(data) % _alignment(item, map_align))
+            if isinstance(item, (tuple, list)):
+                data += self._struct(number, item, address + len(data), map_align)
+            elif isinstance(item, np.generic):
+                data += item.tobytes()
+            else:
+                part = self._reference(number, item, address + len(data))
+                if part is None:
+                    raise self.error(
+                        f"field {index} of argument {number} has no size",
+                        f"{item!r} is a {type(item).__name__}",
+                        "pass arrays, None, TensorMaps, numpy scalars such as np.int32(1), or "
+                        "tuples of these as fields",
+                    )
+                data += part
+        data += bytes(-len(data) % _alignment(items, map_align))
         return bytes(data)

@@ -179,6 +179,12 @@ extern "C" __global__ void by_value(Mixed m, int last) {
         m.y[i + m.offset] = m.x[i] * m.scale + (float)m.wide + m.tiny + m.half + m.list[4] + last
                           + m.flag;
 }
+struct Sized { float* data; signed char rank; };
+struct Nested { signed char first; Sized in; struct { short a; signed char b; } small; Sized out; };
+extern "C" __global__ void nested(Nested s) {
+    s.out.data[threadIdx.x] = s.in.data[threadIdx.x] + s.first + 10 * s.in.rank + 100 * s.small.a
+                            + 1000 * s.small.b + 10000 * s.out.rank;
+}
 extern "C" __global__ void indexed_param(const Mixed m, const __grid_constant__ Mixed g) {
     int i = threadIdx.x;
     if (i < m.n) m.y[i] = m.list[i % 5] * 10.f + g.list[(i + 1) % 5];
@@ -279,6 +285,13 @@ def test_a_struct_by_value_follows_natural_alignment() -> None:
     run(CUDA, "by_value", (1,), (32,), mixed(x, y, 5), np.int32(1000))
     assert (y[:5] == 0).all()
     assert (y[5:] == x * 1.5 + 0.125 - 3 + 300 + 55 + 1000 + 1).all()
+
+
+def test_a_struct_inside_a_struct_keeps_its_own_alignment() -> None:
+    x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    argument = (np.int8(1), (x, np.int8(2)), (np.int16(3), np.int8(4)), [y, np.int8(5)])
+    run(CUDA, "nested", (1,), (32,), argument)
+    assert (y == x + 54321).all()
 
 
 def test_an_array_inside_a_parameter_is_indexed_at_run_time() -> None:
