@@ -14,7 +14,7 @@ shows that the others have waited, too.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -40,11 +40,14 @@ class LateWaits:
         self.group_clock = np.zeros((0, rows, 4), np.int64)
         # Clocks of the threads that started copies, when they did: (barriers, blocks, warps).
         self.issuers = np.zeros((0, len(machine.blocks), machine.cluster_warps), np.int64)
+        # Bit 0: the end of this phase does not follow from its arrivals; bits 1 and 2: nor did the
+        # ends of the last two (barriers, blocks).
+        self.hidden = np.zeros((0, len(machine.blocks)), np.int64)
         self._open = np.zeros(rows, bool)  # warps that have waited since their last wgmma
 
     def add(self) -> None:
         """Adds a row for one more mbarrier."""
-        first = {"phase": _NEVER, "clock": 0, "pc": 0, "arrives": False, "issuers": 0}
+        first = {"phase": _NEVER, "clock": 0, "pc": 0, "arrives": False, "issuers": 0, "hidden": 0}
         for name, value in (*first.items(), ("group_clock", _UNSEEN)):
             table = getattr(self, name)
             row = np.full((1, *table.shape[1:]), value, table.dtype)
@@ -54,6 +57,14 @@ class LateWaits:
         """Forgets the waits for mbarriers that are initialised again."""
         rows = blocks[:, None] * self.machine.warps + np.arange(self.machine.warps)
         self.phase[numbers[:, None], rows] = _NEVER
+        self.hidden[numbers, blocks] = 0
+
+    def hide(self, numbers: Array, blocks: Array) -> None:
+        """Records that a warp which knows of all arrivals of this phase need not know of its end.
+
+        That is so if bytes are counted as well, and if an arrival is relaxed.
+        """
+        self.hidden[numbers, blocks] |= 1
 
     def note(self, numbers: Array, rows: Array, pc: int) -> None:
         """Records that warps have seen the latest phases of mbarriers complete."""
@@ -89,6 +100,7 @@ class LateWaits:
             RaceError: nothing orders a wait before the end of the next phase.
         """
         machine = self.machine
+        self.hidden[numbers, blocks] <<= 1
         warps = np.arange(machine.warps)
         index = (numbers[:, None], blocks[:, None] * machine.warps + warps)
         before = self.phase[index] == machine.mbarriers.phase[numbers, blocks][:, None] - 2
@@ -110,9 +122,9 @@ class LateWaits:
     def require_in_time(self, rows: Array, numbers: Array, parity: Array, pc: int) -> None:
         """Checks waits (n,) of warps for mbarriers by parity, whether they succeed or not.
 
-        A warp that is ordered after the first ``seen_phases`` phases waits for the next one, or for
-        the one before that: the parity says for which. Warps that arrive at an mbarrier themselves
-        may know more than that, and are not checked here.
+        A warp that is ordered after the end of some phases waits for the next one, or for the one
+        before that: the parity says for which. Warps that arrive at an mbarrier themselves may know
+        more than that, and are not checked here.
 
         Raises:
             RaceError: a later phase has completed, which this warp need not have seen.
@@ -124,10 +136,32 @@ class LateWaits:
         seen_phases = machine.clocks.seen[clusters, members, columns]
         # A relaxed wait orders nothing, and yet the warp knows of the phase.
         seen_phases = np.maximum(seen_phases, self.phase[numbers, rows] + 1)
-        phase = seen_phases - ((seen_phases ^ parity) & 1)
-        late = (machine.mbarriers.phase[numbers, blocks] > phase + 1) & ~self.arrives[numbers, rows]
-        for first in np.flatnonzero(late)[:1]:
-            self._report(int(rows[first]), int(numbers[first]), int(phase[first]), pc)
+        phases, unchecked = machine.mbarriers.phase[numbers, blocks], self.arrives[numbers, rows]
+        for index in np.flatnonzero((_meant(seen_phases, parity) < phases - 1) & ~unchecked):
+            row, number = int(rows[index]), int(numbers[index])
+            known = max(int(seen_phases[index]), self._shown(row, number))
+            phase = int(_meant(known, parity[index]))
+            if phase < phases[index] - 1:
+                self._report(row, number, phase, pc)
+
+    def _shown(self, row: int, number: int) -> int:
+        """How many phases of an mbarrier have ended by arrivals that a warp is ordered after.
+
+        It need not have waited there for that: a wait for what the arriving warps do next shows it
+        as well.
+        """
+        machine = self.machine
+        block, clocks = int(machine.row_block[row]), machine.clocks
+        cluster, rank = divmod(block, machine.cluster_size)
+        seen = clocks.seen[cluster, machine.row_member[row]]
+        slot = machine.mbarriers.slots(np.array(number), np.array(block))
+        phases = int(machine.mbarriers.phase[number, block])
+        for back in range(min(phases, 2)):
+            missing = clocks.published[cluster, slot + 1 + back] > seen
+            missing[machine.mbarriers.columns[number, rank]] = False  # the end of the phase itself
+            if not missing.any() and not self.hidden[number, block] >> (1 + back) & 1:
+                return phases - back
+        return 0
 
     def _report(self, row: int, number: int, phase: int, pc: int) -> NoReturn:
         machine = self.machine
@@ -140,3 +174,8 @@ class LateWaits:
         way_out += "phase can complete: one warp's arrival does not show that others have waited"
         where = machine.location(row, None, pc)
         raise RaceError(what, where=where, numbers=numbers, way_out=way_out)
+
+
+def _meant(seen_phases: Any, parity: Any) -> Any:
+    """The phase for which a warp waits that is ordered after the end of ``seen_phases`` phases."""
+    return seen_phases - ((seen_phases ^ parity) & 1)

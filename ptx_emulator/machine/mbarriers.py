@@ -52,7 +52,8 @@ class Mbarriers:
         if machine.config.check and any("inval" in ins.mods for ins in machine.program.code):
             self.uses, self.users = np.zeros((2, 0, blocks, machine.cluster_warps), np.int64)
         self.late = LateWaits(machine)
-        # Slots of the clocks published up to this phase; slot + 1: up to the previous one.
+        # Slots of the clocks published up to this phase; slot + 1 and + 2: up to the last complete
+        # one, and up to the one before.
         self._slots = np.zeros(0, np.int64)
         self.all_fenced = True
         self._failed: dict[int, int] = {}  # by wait: how often it failed
@@ -176,7 +177,7 @@ class Mbarriers:
             self.late.add()
             machine = self.machine
             if machine.proxy is not None:
-                slots = machine.clocks.new_slots(2 * machine.cluster_size)
+                slots = machine.clocks.new_slots(3 * machine.cluster_size)
                 self._slots = np.append(self._slots, slots)
                 name = f"a bulk copy that the mbarrier at shared offset {address} waits for"
                 ranks = range(machine.cluster_size)
@@ -284,8 +285,8 @@ class Mbarriers:
         return numbers, blocks
 
     def slots(self, numbers: Array, blocks: Array) -> Array:
-        """Slots of the clocks published at mbarriers of blocks; plus 1: see `_slots`."""
-        slots: Array = self._slots[numbers] + 2 * (blocks % self.machine.cluster_size)
+        """Slots of the clocks published at mbarriers of blocks; plus 1 and 2: see `_slots`."""
+        slots: Array = self._slots[numbers] + 3 * (blocks % self.machine.cluster_size)
         return slots
 
     # ---- messages
@@ -363,6 +364,8 @@ class Mbarriers:
             if machine.shared_races:
                 publish = machine.clocks.publish if release else machine.clocks.publish_fenced
                 publish(*_distinct(rows[step], self.slots(*barriers)))
+                if not release:
+                    self.late.hide(*barriers)
             late = self.pending[barriers] < counts[step]
             self._demand_room(execution, *barriers, cohort_row[step], late)
             np.subtract.at(self.pending, barriers, counts[step])
@@ -432,6 +435,7 @@ class Mbarriers:
         self, execution: Execution, numbers: Array, blocks: Array, sizes: Array, cohort_row: Array
     ) -> None:
         np.add.at(self.tx, (numbers, blocks), sizes)
+        self.late.hide(numbers, blocks)
         bad = np.abs(self.tx[numbers, blocks]) > MOST
         for index in np.flatnonzero(bad)[:1]:
             what = "an mbarrier counts more bytes than it can"
@@ -452,6 +456,7 @@ class Mbarriers:
             barriers = numbers[step], blocks[step]
             phases[step] = self.phase[barriers]
             np.subtract.at(self.tx, barriers, size)
+            self.late.hide(*barriers)
             self._complete(*barriers)
         return phases
 
@@ -490,6 +495,7 @@ class Mbarriers:
             self.late.check(numbers, blocks, published[group, slots])
             columns = self.columns[numbers, rank]
             # Clocks of earlier phases remain: a completed phase implies the earlier ones.
+            published[group, slots + 2] = published[group, slots + 1]
             published[group, slots + 1] = published[group, slots]
             # Copies of this phase are complete: the time of their agent is the number of phases.
             published[group, slots + 1, columns] = self.phase[numbers, blocks]

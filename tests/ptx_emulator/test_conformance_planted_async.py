@@ -399,6 +399,35 @@ KERNEL(more_bytes_than_it_counts, MbarrierMisuse) ARGS {
         }
     }
 }
+// The first warp waits for the second phase of empty[0]. That the first is over, it knows from the
+// arrival at empty[1], which the other warp executes in between.
+KERNEL(nothing_shows_that_the_first_phase_is_over) ARGS {
+    START;
+    if (first) { init(&empty[0], 1); init(&empty[1], 1); }
+    __syncthreads();
+    if (T == 32) {
+        arrive(&empty[0]); arrive(&empty[1]);
+        s[0] = raw[0];
+        arrive(&empty[0]);
+    } else if (first) {
+        FIX(wait(&empty[1], 0);)
+        wait(&empty[0], 1);                                                     // BUG
+        to[0] = s[0];                                                           // BUG
+    }
+}
+KERNEL(one_phase_more_than_is_shown) ARGS {
+    START;
+    if (first) { init(&empty[0], 1); init(&empty[1], 1); }
+    __syncthreads();
+    if (T == 32) {
+        arrive(&empty[0]); arrive(&empty[1]);
+        arrive(&empty[0]);
+        BUG(arrive(&empty[0]);)                                                 // BUG
+    } else if (first) {
+        wait(&empty[1], 0);
+        wait(&empty[0], 1);                                                     // BUG
+    }
+}
 KERNEL(every_lane_copies) ARGS {
     START;
     if (first) { init(&full[0], 1); fence_init(); expect(&full[0], TILE); }
