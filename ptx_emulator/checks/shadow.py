@@ -146,6 +146,8 @@ class SharedShadow:
         self.partial: dict[int, Array] = {}  # row -> clocks of lanes that each lane has seen
         self.lane_reads: list[_LaneReads] = []
         self.releases: dict[int, list[_PartialRelease]] = {}  # by warp
+        # The clock of each warp when all of its lanes last released together.
+        self.released = np.zeros(len(machine.row_block), np.int64)
 
     def take(self, table: Array, offsets: Array, size: int) -> Array:
         """The values of a shadow table for each vector of accesses (g, k), (g, vectors)."""
@@ -257,17 +259,21 @@ class SharedShadow:
         ``fenced``: a strong access, which releases what precedes the last fence of the warp.
         """
         rows = arrival.cohort.rows
-        if not self.tracks_lanes or not self.accessed[rows].any():
+        if not self.tracks_lanes:
             return
         arriving = arrival.cohort.full_mask() & arrival.active
         others = ~arriving.all(axis=1)  # even if they have exited since
-        for row in rows[~others].tolist() if self.releases and not fenced else ():
-            for release in self.releases.get(row, ()):
-                release.covered = release.covered or int(self.clocks.clock[row])
+        if not fenced:
+            together = rows[~others]
+            self.released[together] = self.clocks.clock[together]
+            for row in together.tolist() if self.releases else ():
+                for release in self.releases.get(row, ()):
+                    release.covered = release.covered or int(self.clocks.clock[row])
         partial = self.accessed[rows] & arriving.any(axis=1) & others
         for cohort_row in np.flatnonzero(partial).tolist():
             row = int(rows[cohort_row])
-            first, last = int(self.clocks.synced[row]), int(self.clocks.clock[row])
+            first = int(max(self.clocks.synced[row], self.released[row] + 1))
+            last = int(self.clocks.clock[row])
             if fenced:
                 fenced_clocks = self.clocks.fenced.get(row)
                 last = -1 if fenced_clocks is None else int(fenced_clocks[row % self.warps])

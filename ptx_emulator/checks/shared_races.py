@@ -120,16 +120,16 @@ class SharedRaces(SharedShadow):
     ) -> None:
         """Records that a cp.async has been waited for: it becomes a write of its warp.
 
-        ``clock`` (n,) is an earlier time of each warp at which it counts as complete, or 0.
+        ``clock`` (n, 32) is an earlier time of each lane at which it counts as complete, or 0.
         """
-        stamps = self._own_stamps(rows, False)
+        stamps = np.broadcast_to(self._own_stamps(rows, False)[:, None], offsets.shape)
         if clock is not None and clock.any():
-            warp = self.machine.row_member[rows]
+            warp = self.machine.row_member[rows][:, None]
             earlier = (clock << CLOCK_SHIFT | warp).astype(np.uint32)
             stamps = np.where(clock > 0, earlier, stamps)
         if lanes is not None:
             row_index, lane = np.nonzero(lanes)
-            stamps, offsets = stamps[row_index], offsets[lanes][:, None]
+            stamps, offsets = stamps[lanes], offsets[lanes][:, None]
             self.put(self.writer, offsets, size, lane.astype(np.uint8))
             rows = rows[row_index]
         elif offsets.shape[1] == 32:

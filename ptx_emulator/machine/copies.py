@@ -32,8 +32,9 @@ class PendingCopy:
         source: what it reads, until it has been waited for; None without checkers.
         group: number of the group of each thread (n, 32).
         number: of the copy, in the order of issue.
-        clock: of each warp when it first executed cp.async.mbarrier.arrive for this copy (n,), 0
-            if it has not: the copy is complete by then for all that wait for that mbarrier.
+        clock: of the warp of each thread when the thread first executed cp.async.mbarrier.arrive
+            for this copy (n, 32), 0 if it has not: the copy is complete by then for all that wait
+            for that mbarrier.
     """
 
     rows: Array
@@ -85,7 +86,7 @@ class AsyncCopies:
         if machine.shared_races:
             machine.shared_races.start_copy(execution, offset, size)
         data, reads = self._fetch(execution, source, size, read)
-        group, clock = self.committed[rows], np.zeros(len(rows), np.int64)
+        group, clock = self.committed[rows], np.zeros((len(rows), 32), np.int64)
         flight = PendingCopy(
             rows, execution.lanes, offset, data, reads, group, size, self.issued, clock
         )
@@ -171,13 +172,11 @@ class AsyncCopies:
         if source.lanes is not None:
             lanes = source.lanes if lanes is None else lanes & source.lanes
         if lanes is None:
-            rows, clock = np.repeat(flight.rows, 32), np.repeat(flight.clock, 32)
+            rows, clock = np.repeat(flight.rows, 32), flight.clock.reshape(-1)
             races.note_copy(source, rows, source.offsets.reshape(-1), clock)
             return
         row_index, _ = np.nonzero(lanes)
-        races.note_copy(
-            source, flight.rows[row_index], source.offsets[lanes], flight.clock[row_index]
-        )
+        races.note_copy(source, flight.rows[row_index], source.offsets[lanes], flight.clock[lanes])
 
     def finish(self) -> None:
         """Called when the blocks of the wave have ended: what they read stays read."""
@@ -198,9 +197,12 @@ class AsyncCopies:
         if machine.shared_races:
             clocks, rows = machine.clocks, cohort.rows[np.unique(cohort_row)]
             issue_clocks = clocks.copy_of(cohort.rows[cohort_row])
+            arriving = np.zeros(self.committed.shape, bool)
+            arriving[cohort.rows[cohort_row], lane] = True
             for flight in self.flights:
-                first = np.isin(flight.rows, rows) & (flight.clock == 0)
-                flight.clock[first] = clocks.clock[flight.rows[first]]
+                first = arriving[flight.rows] & (flight.clock == 0)
+                np.copyto(flight.clock, clocks.clock[flight.rows][:, None], where=first)
+            machine.shared_races.release_lanes(execution)
             clocks.tick(rows)
         threads = execution._replace(cohort=SingleThreads(cohort, cohort_row, lane), lanes=None)
         self.arrivals.append(PendingArrival(threads, numbers, self.issued, issue_clocks))

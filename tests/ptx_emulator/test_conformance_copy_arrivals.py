@@ -86,15 +86,48 @@ KERNEL(producer_also_waits, RaceError|UninitialisedRead) ARGS {
         for (int i = T - 64; i < 1024; i += 64) to[i] = s[i];                         // BUG
     }
 }
+KERNEL(one_lane_arrives_for_the_copies_of_all) ARGS {
+    __shared__ __align__(16) u s[1024];
+    __shared__ ull full, waited;
+    if (T == 0) { init(&full, FIX(64) BUG(2)); init(&waited, 64); }
+    __syncthreads();
+    if (T < 64) {
+        for (int i = 4 * T; i < 1024; i += 256) copy(&s[i], in + i);                  // BUG
+        BUG(if (T % 32 == 0)) counted_after_copies(&full);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        arrive(&waited);
+    } else {
+        wait(&full, 0);
+        for (int i = T - 64; i < 1024; i += 64) to[i] = s[i];                         // BUG
+        wait(&waited, 0);
+    }
+}
+// Some lanes announce something else, after all of them have arrived for their copies.
+KERNEL(announcement_of_some_lanes_says_nothing_of_copies, RaceError|UninitialisedRead) ARGS {
+    __shared__ __align__(16) u s[1024];
+    __shared__ ull full, told;
+    __shared__ bool valid[64];
+    if (T == 0) { init(&full, 64); init(&told, 8); }
+    __syncthreads();
+    if (T < 64) {
+        for (int i = 4 * T; i < 1024; i += 256) copy(&s[i], in + i);                  // BUG
+        counted_after_copies(&full);
+        if (T % 8 == 0) { valid[T] = true; arrive(&told); }
+    } else {
+        FIX(wait(&full, 0);)
+        wait(&told, 0);
+        for (int i = T - 64; i < 1024; i += 64) { to[i] = s[i] * valid[i & 56]; s[i] = 0; } // BUG
+    }
+}
 """
-TILES = {"arrives_before_its_copies": 1, "producer_also_waits": 1}
+PIPELINES = ("counted", "not_counted", "reader_does_not_wait", "release_is_forgotten")
 KERNELS = planted(CUDA)
 
 
 def run(kernel: str, fixed: bool, seed: int | None) -> tuple[Array, Array]:
     source = np.arange(5 * 1024, dtype=np.uint32)
     target = np.zeros_like(source)
-    tiles = TILES.get(kernel, 5)
+    tiles = 5 if kernel in PIPELINES else 1
     launch(hopper_ptx(CUDA, fixed), kernel, 1, 128, [source, target, tiles], order_seed=seed)
     return source[: 1024 * tiles], target[: 1024 * tiles]
 
