@@ -277,8 +277,6 @@ class AsyncProxy:
             advice += "with"
         else:
             advice = shared.advice
-            if access.rows.ndim > 1 and (access.rows % shared.warps == stamp & WARP).any():
-                advice += way_out("wgmma_rows_syncwarp")
         writer = self.machine.program.describe(int(shared.writer_pc[shared.first(access, bad)[0]]))
         shared.fail(access, bad, problem, f"{agent}: {writer}", advice)
 

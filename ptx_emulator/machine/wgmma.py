@@ -10,6 +10,7 @@ to wait.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -19,7 +20,7 @@ import numpy as np
 from flashgen.shared.errors import EmulatorError
 from ptx_emulator.checks.shadow import SharedAccess
 from ptx_emulator.checks.wgmma_registers import RegisterOrder
-from ptx_emulator.errors import InFlight, OutOfBounds
+from ptx_emulator.errors import InFlight, OutOfBounds, RaceError, way_out
 from ptx_emulator.isa import descriptors, wgmma
 from ptx_emulator.isa.descriptors import CHUNK_BYTES, STEP_CHUNKS
 from ptx_emulator.isa.mma import (
@@ -306,10 +307,18 @@ class Warpgroups:
         if machine.recorder is not None:
             machine.recorder.operand(size, execution.pc)
         if machine.proxy is not None:
-            quarters = [chunks]
-            if which == 0 and "wgmma_rows_syncwarp" in machine.config.allow:
-                quarters = _rows_of_warps(chunks, mn_major)
-            self._read(execution, groups, quarters)
+            name = "wgmma_rows_syncwarp"
+            if which == 0 and name in machine.config.allow:
+                self._read(execution, groups, _rows_of_warps(chunks, mn_major))
+                return operand
+            try:
+                self._read(execution, groups, [chunks])
+            except RaceError as race:
+                with contextlib.suppress(RaceError):
+                    if which == 0:
+                        self._read(execution, groups, _rows_of_warps(chunks, mn_major))
+                        race.way_out += way_out(name)
+                raise
         return operand
 
     def _decode(

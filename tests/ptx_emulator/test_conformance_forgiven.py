@@ -6,6 +6,8 @@ result; with every other name it is still reported.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -215,6 +217,26 @@ def test_a_launch_may_allow_it(name: str) -> None:
 def test_a_launch_that_is_not_strict_allows_all(name: str) -> None:
     for seed in SEEDS:
         assert (run(name, seed, strict=False) == wanted(name)).all()
+
+
+OF_B = "if (T >= 96 && T < 112) b[T - 96] = in[T]; for (int k"
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong"),
+    [("int r = T / 32 * 16", "int r = (T / 32 ^ 1) * 16"), ("for (int k", OF_B)],
+    ids=["rows of A of another warp", "B"],
+)
+@pytest.mark.parametrize("options", [{"allow": ("wgmma_rows_syncwarp",)}, {"strict": False}])
+def test_what_another_warp_writes_for_wgmma_needs_a_barrier(
+    correct: str, wrong: str, options: dict[str, Any]
+) -> None:
+    ptx = compile_ptx(CUDA.replace(correct, wrong), "sm_90a")
+    args = [TensorMap(np.zeros(64, np.float32), (64,)), np.arange(1024, dtype=np.float16)]
+    args.append(np.zeros(256, np.float32))
+    with pytest.raises(RaceError) as caught:
+        launch(ptx, "wgmma_rows_syncwarp", 1, 128, args, **options)
+    assert severity(caught.value) == "error"
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
