@@ -222,7 +222,7 @@ class DependentLaunch:
         Raises:
             RaceError: no warp has waited: what follows this launch may overtake the one before it.
         """
-        if self._waited:
+        if self._waited or self.former is None:
             return
         what = "a launch that may start before the one before it has ended never waits for it"
         numbers = f"no thread of {len(self._since):,} warps executed {_WAIT}"

@@ -125,6 +125,10 @@ def test_an_overlapping_launch_without_a_wait_is_reported(check: bool) -> None:
         run("first", "never_waits", check=check)
 
 
+def test_no_wait_is_needed_after_a_launch_that_lets_nothing_start() -> None:
+    assert (run("never_waits", "never_waits")[1] == IN).all()
+
+
 def test_a_launch_that_starts_others_before_it_waits_leaves_two_running() -> None:
     """The third kernel reads what the first wrote, and waits for neither."""
     assert run("first", "second", "waits_late")[1] is not None  # `second` has waited for `first`
