@@ -159,6 +159,26 @@ def test_the_error_names_the_line_the_index_the_size_and_a_way_out_that_works():
     refused_until_typed_in(lambda q, k: q - k + 3)
 
 
+ROW = fg.Tensor("row", ("heads", "seq_q"), "float32", grad=True)
+ROW_OPTIONS = {
+    "score_mod": {"score_mod": lambda s, b, h, q, k: s + ROW[h, q]},
+    "weight_mod": {"weight_mod": lambda s, b, h, q, k: s * ROW[h, q], "normalize": "none"},
+    "normalize": {"weight_mod": lambda s, b, h, q, k: s, "normalize": ROW},
+    "sink": {"sink": ROW},
+}
+
+
+@pytest.mark.parametrize("name", ROW_OPTIONS)
+def test_a_row_before_the_first_position_has_no_element(name):
+    op = fg.attention(fg.AttentionSpec(head_dim=16, dtype="float32", **ROW_OPTIONS[name]))
+    q, k, v = operands()
+    row = torch.ones(q.shape[1], q.shape[2])
+    op(q, k, v, row=row)
+    with pytest.raises(InputError, match=f"^{name} uses an element outside") as caught:
+        op(q, k, v, row=row, q_offset=-1)
+    assert caught.value.numbers.startswith("index -1 of dimension 1 (seq_q)")
+
+
 def refused_until_typed_in(place):
     """A call with this index is refused, and one with the index of the way out is not."""
     op = operator(None, lambda s, b, h, q, k: s + TABLE[h, place(q, k)])

@@ -33,11 +33,13 @@ from flashgen.spec.language.python_printer import python_text
 from flashgen.spec.language.scalar import Scalar
 from flashgen.spec.language.spec import AttentionSpec
 from flashgen.spec.language.symbols import SCORE, B, H, K, Q, is_condition
+from flashgen.spec.language.tensor import element_of_row
 from flashgen.spec.language.tensor_elements import Element, TensorSymbol
 from flashgen.spec.language.user_source import SourceLines
 
 Tensor = torch.Tensor
 
+_OF_ROWS = "normalize", "sink"  # options whose tensor has an element for each row
 _MOST_ELEMENTS = 1 << 21
 """The largest number of positions that are looked at together."""
 
@@ -71,9 +73,14 @@ class Read:
 
 @lru_cache(maxsize=256)
 def reads_of(spec: AttentionSpec) -> tuple[Read, ...]:
-    """The reads of a spec's mods, first of the mask, then of the score."""
+    """The reads of a spec's mods, first of the mask, then of the score; those of its sink."""
     finder = _Finder(spec)
-    return (*finder.reads(spec.mask, False), *finder.reads(spec.score, True))
+    sink = sympy.S.Zero if spec.sink is None else element_of_row(spec.sink)
+    return (
+        *finder.reads(spec.mask, False),
+        *finder.reads(spec.score, True),
+        *finder.reads(sink, False),
+    )
 
 
 def size_of(tensor: TensorSymbol, axis: int) -> sympy.Symbol:
@@ -389,16 +396,34 @@ class _Positions:
         position_text = "" if reads_tables else position_text
         texts = list(map(_as_typed, texts))
         texts[axis] = f"fg.clamp({texts[axis]}, 0, {size - 1})"
-        lines: SourceLines | None = self.spec.score_line if read.in_score else self.spec.mask_line
-        mod = "score_mod" if read.in_score else "mask_mod"
+        option, lines = _reader(self.spec, read)
+        way_out = f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
+        way_out += "tensor, or a mask_mod or fg.where that is false there"
+        if option in _OF_ROWS:
+            way_out = "pass a q_offset with which all positions lie in the tensor"
         raise InputError(
-            f"{mod} uses an element outside of the captured tensor {element.tensor.name!r}",
-            where=f"{lines or mod}, {text}",
+            f"{option} uses an element outside of the captured tensor {element.tensor.name!r}",
+            where=f"{lines or option}, {text}",
             numbers=f"index {float(value):.0f} of dimension {axis} "
             f"({str(read.dim).removeprefix(DIM_OF_CALL)}), whose length is {size:,}{position_text}",
-            way_out=f"{element.tensor.name}[{', '.join(texts)}] for the nearest element, a longer "
-            "tensor, or a mask_mod or fg.where that is false there",
+            way_out=way_out,
         )
+
+
+def _reader(spec: AttentionSpec, read: Read) -> tuple[str, SourceLines | None]:
+    """The option of a spec that reads an element, and its lines in the user's source, if any."""
+    options: list[tuple[str, sympy.Basic, SourceLines | None]] = [
+        ("mask_mod", spec.mask, spec.mask_line)
+    ]
+    if read.in_score:
+        options = [
+            ("score_mod", spec.modified, spec.score_line),
+            ("weight_mod", spec.weight, spec.weight_line),
+        ]
+    for option, expr, lines in options:
+        if read.element.tensor in expr.free_symbols:
+            return option, lines
+    return _OF_ROWS[0 if read.in_score else 1], None
 
 
 def _as_typed(index: str) -> str:
