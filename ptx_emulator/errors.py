@@ -73,7 +73,8 @@ FORGIVEN = {
     "atomic_without_fence": "what an atomic without .acquire found published is accessed without a "
     "fence or barrier after it",
     "barrier_left_incomplete": "threads arrive (bar.arrive) at a barrier that never completes",
-    "cp_async_proxy": "wgmma or a bulk copy reads what cp.async wrote, without a proxy fence",
+    "cp_async_proxy": "wgmma or a bulk copy reads what cp.async or st.async wrote, without a proxy "
+    "fence",
     "compare_and_swap_guess": "a plain load races with atomics, and a compare-and-swap checks it",
     "exit_before_bulk_store": "a block ends while a bulk copy out of its shared memory may read",
     "mbarrier_init_fence": "a bulk copy signals an mbarrier whose initialisation no fence followed",

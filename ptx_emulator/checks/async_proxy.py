@@ -39,6 +39,10 @@ _FENCE = (
     "execute fence.proxy.async.shared::cta in the writing warp, after its stores and before the "
     "barrier that the issuing thread passes"
 )
+_FENCE_AFTER_WAIT = (
+    "execute fence.proxy.async.shared::cta in a warp that has waited for the mbarrier, before the "
+    "barrier that the issuing thread passes"
+)
 
 
 class AsyncProxy:
@@ -197,10 +201,10 @@ class AsyncProxy:
         self._report_write(access, first, stamp, only_unfenced, verb)
 
     def _by_copies(self, access: SharedAccess, which: Any) -> Array:
-        """The vectors (g, vectors) of ``which`` that a cp.async wrote last."""
+        """The vectors (g, vectors) of ``which`` that a cp.async or an st.async wrote last."""
         code = self.machine.program.code
         writers = self.shadow.take(self.shadow.writer_pc, access.offsets, access.size)
-        copies = [pc for pc in np.unique(writers).tolist() if code[pc].op == "cp"]
+        copies = [pc for pc in np.unique(writers).tolist() if "async" in code[pc].mods]
         return np.asarray(np.isin(writers, copies) & which)
 
     def _visible(self, rows: Array, stamps: Array, verb: str) -> tuple[Array, Array]:
@@ -266,10 +270,13 @@ class AsyncProxy:
         writer = f"{self.machine.member_name(stamp & WARP)} writes there"
         agent = self.describe(stamp) if stamp >= ASYNC else writer
         problem = f"{_RACE}an asynchronous {verb} and a write are not ordered"
+        program = self.machine.program
+        writer_pc = int(shared.writer_pc[shared.first(access, bad)[0]])
         if unfenced:
             problem = f"{_RACE}an asynchronous {verb} of what ordinary stores wrote, without a "
             problem += "proxy fence"
-            advice = _FENCE
+            stores_later = program.code[writer_pc].name.startswith("st.async")
+            advice = _FENCE_AFTER_WAIT if stores_later else _FENCE
             if self._by_copies(access, bad).any():
                 advice += way_out("cp_async_proxy")
         elif stamp >= ASYNC:
@@ -277,8 +284,7 @@ class AsyncProxy:
             advice += "with"
         else:
             advice = shared.advice
-        writer = self.machine.program.describe(int(shared.writer_pc[shared.first(access, bad)[0]]))
-        shared.fail(access, bad, problem, f"{agent}: {writer}", advice)
+        shared.fail(access, bad, problem, f"{agent}: {program.describe(writer_pc)}", advice)
 
 
 def _different(stamps: Array) -> Array:

@@ -475,6 +475,40 @@ KERNEL(k) ARGS {
     assert (out == 5).all()
 
 
+def test_a_bulk_copy_of_what_an_asynchronous_store_wrote_needs_a_proxy_fence_by_the_letter() -> (
+    None
+):
+    """The reader of the bytes executes it: that of the storing thread does not wait for them."""
+    source = (
+        CUDA
+        + r"""
+KERNEL(k) ARGS {
+    __shared__ __align__(16) u s[64];
+    __shared__ ull full;
+    if (T == 0) { init(&full, 1); fence_init(); }
+    cluster_sync();
+    if (T == 0) expect(&full, 256);
+    const u other = 1 - rank();
+    store_async(there(s + T, other), in[blockIdx.x * 64 + T], there(&full, other));
+    BUG(fence_async();)
+    wait_cluster(&full, 0);
+    FIX(fence_async(); __syncthreads();)
+    if (T == 0) { store_bulk(out + blockIdx.x * 64, s, 256); commit(); wait_read<0>(); }
+    cluster_sync();
+}"""
+    )
+    values, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
+    args = [TensorMap(np.zeros(64, np.float32), (64,)), values, out]
+    with pytest.raises(RaceError, match=r"without a proxy fence") as caught:
+        launch(hopper_ptx(source), "k", 2, 64, args, cluster=2)
+    assert 'allow=("cp_async_proxy",)' in caught.value.way_out
+    assert "that has waited for the mbarrier" in caught.value.way_out
+    for fixed, allow in ((False, ("cp_async_proxy",)), (True, ())):
+        out[:] = 0
+        launch(hopper_ptx(source, fixed), "k", 2, 64, args, cluster=2, allow=allow)
+        assert (out.reshape(2, 64)[::-1] == values.reshape(2, 64)).all()
+
+
 @pytest.mark.parametrize("bytes_short", [4, 64])
 def test_a_phase_that_ends_within_a_store_of_a_warp_is_reported(bytes_short: int) -> None:
     """Lanes have no order: nothing tells whose bytes the waiting warps may read."""
