@@ -86,7 +86,7 @@ class Setup(NamedTuple):
 
         Args:
             spec: of the call as it was given, without splits.
-            which, tangents: as in `CallProgram.columns_of_launch`.
+            pass_name, tangents: as in `CallProgram.columns_of_launch`.
 
         Returns:
             () where one call computes all columns.
