@@ -672,6 +672,60 @@ def test_what_consists_of_simpler_operations_is_differentiated(name: str) -> Non
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+AT_KINKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "fmod": lambda x, y: torch.fmod(x, 1.5) + torch.fmod(x, y * y + 0.75),
+    "a power of zero": lambda x, y: torch.pow(0.0, y * y),
+    "norm": lambda x, y: torch.stack([x, y]).norm(dim=0),
+    "norm of a difference": lambda x, y: torch.linalg.vector_norm(
+        torch.stack([x - y, y - x]), 2, 0
+    ),
+    "norm of order 3": lambda x, y: torch.stack([x, y]).norm(p=3, dim=0),
+    "norm of order 1/2": lambda x, y: torch.stack([x, y]).norm(p=0.5, dim=0),
+    "other norms": lambda x, y: (
+        torch.stack([x, y]).norm(p=1, dim=0)
+        + torch.stack([x, y]).norm(p=math.inf, dim=0)
+        + torch.stack([x, y + 3]).norm(p=-math.inf, dim=0)
+        + torch.stack([x + 4, y + 3]).norm(p=-1, dim=0)
+        + torch.stack([x, y]).norm(p=0, dim=0)
+        + torch.stack([x]).norm(dim=0)
+    ),
+    "distance": lambda x, y: torch.nn.functional.pairwise_distance(
+        torch.stack([x, y], -1), torch.stack([y, x], -1), eps=0.0
+    ),
+    "deviation": lambda x, y: (
+        torch.stack([x, y]).std(0)
+        + torch.std_mean(torch.stack([x, y, x]), 0)[0]
+        + torch.stack([y, x, y, y]).std(0, unbiased=False)
+    ),
+    "xlogy": lambda x, y: torch.xlogy(x, y * y + 0.5),
+    "xlog1py": lambda x, y: torch.special.xlog1py(x, y + 2.5),
+}
+
+
+@pytest.mark.parametrize("name", AT_KINKS)
+def test_derivatives_at_kinks_are_those_of_torch(name: str) -> None:
+    """At zeros and where operands are equal, as in learned tables that begin as zeros."""
+    ends = (0.0, 1.0, -1.0, 2.0)
+    x, y = (torch.tensor(line) for line in zip(*itertools.product(ends, ends), strict=True))
+    x.requires_grad_(), y.requires_grad_()
+    function = AT_KINKS[name]
+    q, k = torch.zeros(1, 1, len(x), 8), torch.zeros(1, 1, 1, 8)
+    # The log-sum-exp of a row with one key is the score itself.
+    _, lse = fg.flex_attention(
+        q, k, k, lambda s, b, h, q, k: s + function(x[q], y[q]), return_lse=True
+    )
+    wanted = function(x, y)
+    torch.testing.assert_close(lse[0, 0], wanted, rtol=1e-5, atol=1e-5)
+    for leaf in (x, y):
+        found, expected = (
+            torch.autograd.grad(value.sum(), leaf, retain_graph=True, allow_unused=True)[0]
+            for value in (lse, wanted)
+        )
+        expected = torch.zeros_like(leaf) if expected is None else expected
+        found = torch.zeros_like(leaf) if found is None else found
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_mask_is_a_condition() -> None:
     error = refusal_of(lambda b, h, q, k: q - k, "mask")
     assert "torch.int64" in error.numbers

@@ -26,6 +26,44 @@ def _variance(x: Tensor, dims: list[int], correction: float) -> Tensor:
     return squares.sum(dims) / max(count - correction, 0)
 
 
+def _deviation(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    """The root of the variance; as in torch, its derivative at 0 is 0."""
+    variance = torch.var(x, dim, correction=correction, keepdim=keepdim)
+    return torch.where(variance == 0, 0.0, torch.sqrt(variance))
+
+
+def _norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """The norm of vectors; as in torch, its derivative at 0 is 0, where a root has none."""
+    x = x if dtype is None else x.to(dtype)
+    axes = list(dim or range(x.dim()))
+    size, of_zero = x.abs(), 0.0 if ord > 0 else math.inf
+    if ord == 0:
+        return (x != 0).sum(axes, keepdim=keepdim).to(x.dtype)
+    if math.isinf(ord):
+        return size.amax(axes, keepdim) if ord > 0 else size.amin(axes, keepdim)
+    if ord == 1 or all(x.shape[axis] == 1 for axis in axes):
+        return size.sum(axes, keepdim=keepdim)
+    power = x * x if ord == 2 else torch.pow(size, ord)
+    if ord < 1:
+        power = torch.where(x == 0, of_zero, power)
+    total = power.sum(axes, keepdim=keepdim)
+    root = torch.sqrt(total) if ord == 2 else torch.pow(total, 1 / ord)
+    return torch.where(total == 0, of_zero, root)
+
+
+def _times_log(x: Tensor, y: Tensor) -> Tensor:
+    """x log(y), which is 0 where x is and log(y) is infinite or NaN, unless y is NaN."""
+    return torch.where((x == 0) & ((y <= 0) | (y == math.inf)), 0.0, x * torch.log(y))
+
+
+def _times_log_of_one_plus(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where((x == 0) & ((y <= -1) | (y == math.inf)), 0.0, x * torch.log1p(y))
+
+
 def _index_of_extremum(name: str) -> Callable[..., Tensor]:
     """The index of the first element that is the extremum, or NaN."""
 
@@ -201,6 +239,14 @@ RULES: dict[str, Callable[..., Any]] = {
     "aten::argmin": _index_of_extremum("amin"),
     "aten::max": _extremum("max"),
     "aten::min": _extremum("min"),
+    "aten::linalg_vector_norm": _norm,
+    "aten::std": _deviation,
+    "aten::std_mean": lambda x, dim=None, **how: (
+        _deviation(x, dim, **how),
+        torch.mean(x, dim, how.get("keepdim", False)),
+    ),
+    "aten::xlogy": _times_log,
+    "aten::special_xlog1py": _times_log_of_one_plus,
     "aten::constant_pad_nd": _padded,
     "aten::sort": _sorted,
     "aten::topk": _largest,

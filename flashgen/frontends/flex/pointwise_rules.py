@@ -235,7 +235,8 @@ def _fmod(result: Result, /, a: Entry, b: Entry) -> Entry:
     x, y = number(a.whole), _divisor(result, number(b.whole))
     if result.tracer.never_negative(x.expr) and result.tracer.never_negative(y.expr):
         return Entry(x % y)
-    rest = fg.abs(x) % fg.abs(y)
+    size = where(x < 0, -x, x)  # unlike that of abs, its derivative at 0 is 1
+    rest = size % fg.abs(y)
     return Entry(where(x < 0, -rest, rest))
 
 

@@ -182,7 +182,7 @@ class FloatPower(_FloatOperation):
             return unless(FloatEqual(n, 0), slope)
         if a.is_number and a.is_positive:
             return self * Log(a)
-        none = sympy.And(FloatEqual(a, 0), relation(sympy.Ge, n, sympy.S.Zero))
+        none = sympy.And(FloatEqual(a, sympy.S.Zero), relation(sympy.Ge, n, sympy.S.Zero))
         return unless(none, self * Log(a))
 
 
