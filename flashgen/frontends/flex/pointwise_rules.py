@@ -315,6 +315,11 @@ def _hypotenuse(x: Traced, y: Traced) -> Traced:
     return where(smaller == larger, 2**0.5 * larger, larger * fg.sqrt(1 + (smaller / larger) ** 2))
 
 
+def _hypot(x: Traced, y: Traced) -> Traced:
+    """At (0, 0), where it has no derivative, that of the root is NaN, as torch's is."""
+    return where((x == 0) & (y == 0), fg.sqrt(x * x + y * y), _hypotenuse(x, y))
+
+
 def _cofunction(x: Traced) -> Traced:
     return fg.sqrt((1 - x) * (1 + x))
 
@@ -395,7 +400,7 @@ _NUMBERS: dict[str, Callable[..., Traced]] = {
     "sinh": lambda x: (fg.exp(x) - fg.exp(-x)) / 2,
     "cosh": lambda x: (fg.exp(x) + fg.exp(-x)) / 2,
     "floor": fg.floor,
-    "hypot": _hypotenuse,
+    "hypot": _hypot,
     "asin": lambda x: fg.atan2(x, _cofunction(x)),
     "acos": lambda x: fg.atan2(_cofunction(x), x),
     "asinh": _inverse_sinh,
