@@ -172,3 +172,20 @@ def test_drawing_within_vmap_follows_its_randomness():
     assert torch.equal(same[0], same[1])
     different = torch.vmap(call, randomness="different")(q, k, v)
     assert not torch.equal(different[0], different[1])
+
+
+def test_a_mapped_tensor_for_a_scalar_is_refused_with_the_tensor_that_can_be_mapped():
+    """Its samples have no Python number that .item() could return."""
+    q, k, v = (t[0] for t in samples("blind", 1))
+
+    def windowed(window):
+        spec = fg.AttentionSpec(
+            lambda b, h, q, k: q - k < window, head_dim=q.shape[-1], dtype="float32"
+        )
+        return lambda size: fg.attention(spec)(q, k, v, window=size)
+
+    with pytest.raises(fg.InputError) as refused:
+        torch.vmap(windowed(fg.Scalar("window", "int32")))(torch.tensor([1, 3]))
+    way_out = "fg.Tensor('window', (), 'int64') in the spec, a number in a tensor"
+    assert refused.value.way_out == way_out
+    assert_mapped(windowed(fg.Tensor("window", (), "int64")), [torch.tensor([1, 3, 7])], (0,))

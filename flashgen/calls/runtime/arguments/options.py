@@ -299,10 +299,10 @@ def _captured(scalar: Scalar | ScalarArgument, value: Tensor) -> str:
     elif value.dtype == torch.bool:
         number = f"float({number})"
     shape = "" if value.dim() == 0 else f" and {name}.squeeze() in the call"
-    return (
-        f"{number}, a Python number; or fg.Tensor({name!r}, (), {dtype!r}) in the spec{shape}, a "
-        "number in a tensor"
-    )
+    captured = f"fg.Tensor({name!r}, (), {dtype!r}) in the spec{shape}, a number in a tensor"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):  # one for each sample of a vmap
+        return captured
+    return f"{number}, a Python number; or {captured}"
 
 
 def _example(scalar: Scalar | ScalarArgument) -> str:
