@@ -547,6 +547,13 @@ WRITES: dict[str, Callable[..., Any]] = {
 }
 
 
+def test_the_error_for_item_offers_the_tensor_itself() -> None:
+    error = refusal_of(lambda s, b, h, q, k: s * table[1].item() + table.mean().item())
+    assert error.way_out == "the tensor itself in place of its .item()"
+    q, k, v = operands(1, 1, 8, 8)
+    fg.flex_attention(q, k, v, lambda s, b, h, q, k: s * table[1] + table.mean())
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_what_shares_memory_is_not_written(name: str) -> None:
     assert "writes into a tensor" in refusal_of(WRITES[name]).what

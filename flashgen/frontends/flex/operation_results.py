@@ -333,7 +333,9 @@ def refuse_value(name: str) -> NoReturn:
         "or, not, int(), float(), .item(), range() and the functions of math cannot be used on "
         "it",
         numbers=f"torch.{name}",
-        way_out="torch.where to choose, & | ~ or torch.logical_and to combine conditions, "
+        way_out="the tensor itself in place of its .item()"
+        if name == "item"
+        else "torch.where to choose, & | ~ or torch.logical_and to combine conditions, "
         "functions of torch for those of math",
     )
 
