@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen import reference
 from flashgen.spec.language.spec import AttentionSpec
 from tests.support.masks import causal
 from tests.support.shapes import Case
@@ -105,6 +106,22 @@ def test_each_output_has_its_own_gradient(part: str) -> None:
     theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v), allow_unused=True)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+
+
+@pytest.mark.parametrize("weight_mod", [None, lambda score, b, h, q, k: fg.sigmoid(score)])
+@pytest.mark.parametrize(("seq_q", "heads"), [(31, 7), (64, 8), (127, 7)])
+def test_sums_over_the_rows_of_a_group_meet_the_error_rule(
+    seq_q: int, heads: int, weight_mod: Any
+) -> None:
+    """Rows whose gradients are equal, as those of ``out.sum()``, leave errors of one sign."""
+    normalize = "none" if weight_mod else "softmax"
+    spec = AttentionSpec(head_dim=32, dtype="float32", weight_mod=weight_mod, normalize=normalize)
+    q, k, v = Case(seq_q, 8, 1, heads, 1, "float32", 32).tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dout = v.detach()[:, :, :1].expand(1, heads, seq_q, 32)
+    found = torch.autograd.grad(fg.attention(spec)(*leaves), leaves, dout)
+    verdicts = reference.judge_gradients(found, spec, *(x.detach() for x in leaves), dout)
+    assert all(verdicts.values()), verdicts
 
 
 def test_a_small_model_learns_with_it() -> None:
