@@ -66,6 +66,27 @@ def test_wrong_arguments_are_errors_that_name_them(
         OP(*operands(*shape), **tables(**given))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_table", TABLE[0]),
+        ("page_table", TABLE[:1, None]),
+        ("cache_seqlens", LENGTHS_OF[0]),
+        ("cache_seqlens", LENGTHS_OF[None, :1]),
+        ("cu_seqlens_q", ENDS[None, [0, -1]] // 6),
+    ],
+)
+def test_the_way_out_of_a_wrong_rank_is_a_table_that_the_call_takes(
+    name: str, value: Tensor
+) -> None:
+    given = tables(page_table=TABLE[:1], cache_seqlens=LENGTHS_OF[:1])
+    with pytest.raises(fg.InputError, match="dimensions, not") as raised:
+        OP(*operands(1, 4, 1, 32), **{**given, name: value})
+    mended = eval(raised.value.way_out, {name: value})
+    q, k, v = operands()
+    assert torch.equal(OP(q[:1], k, v, **{**given, name: mended}), OP(q[:1], k, v, **given))
+
+
 def test_a_missing_table_is_named_and_the_other_arguments_of_the_call_are_not() -> None:
     with pytest.raises(fg.InputError) as raised:
         OP(*operands(), cache_seqlens=LENGTHS_OF)

@@ -25,7 +25,13 @@ from flashgen.shared.dtypes import (
     POSITION_LIMIT,
     dtype_name,
 )
-from flashgen.shared.signature import SCALE_NAMES, CallSignature, TensorArgument
+from flashgen.shared.signature import (
+    BOUNDARIES,
+    PAGE_NAMES,
+    SCALE_NAMES,
+    CallSignature,
+    TensorArgument,
+)
 
 Tensor = torch.Tensor
 
@@ -450,6 +456,21 @@ def as_declared(signature: CallSignature, captured: Sequence[Any]) -> tuple[Any,
     return tuple(declared)
 
 
+def _way_out_of_rank(tensor: TensorArgument, value: Tensor) -> str:
+    """The way out of a wrong number of dimensions. No spec declares those of tables and lengths."""
+    name, rank = tensor.name, len(tensor.dims)
+    if name in (*PAGE_NAMES, *BOUNDARIES):
+        if rank == 1:
+            return f"{name}.flatten()"
+        return f"{name}.reshape(1, -1)" if value.dim() < rank else f"{name}.flatten(0, -2)"
+    if value.dim() < rank:
+        return (
+            "a dimension of length 1 where all positions share an element: "
+            f"{name}.unsqueeze(0), {name}[:, None]"
+        )
+    return f"{name}.squeeze(), or a fg.Tensor with {value.dim()} dims"
+
+
 def _check_captured(tensor: TensorArgument, value: Any, device: torch.device, traced: bool) -> None:
     name, rank = tensor.name, len(tensor.dims)
     dims = _shown(tensor)
@@ -467,10 +488,7 @@ def _check_captured(tensor: TensorArgument, value: Any, device: torch.device, tr
             f"{name} has {value.dim()} dimensions, not {rank}",
             f"argument {name}",
             f"shape {shape_of(value)}; expected dims {dims}",
-            "a dimension of length 1 where all positions share an element: "
-            f"{name}.unsqueeze(0), {name}[:, None]"
-            if value.dim() < rank
-            else f"{name}.squeeze(), or a fg.Tensor with {value.dim()} dims",
+            _way_out_of_rank(tensor, value),
         )
     if str(value.dtype) != f"torch.{tensor.dtype}":
         refuse(
