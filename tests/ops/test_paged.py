@@ -94,10 +94,29 @@ def test_a_missing_table_is_named_and_the_other_arguments_of_the_call_are_not() 
     assert "whole_heads" not in str(raised.value)
 
 
-def test_caches_with_different_pages_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("taken", "named"),
+    [
+        ((slice(3),), "numbers of pages"),
+        ((slice(None), slice(1)), "numbers of heads"),
+        ((slice(None), slice(None), slice(3)), "page sizes"),
+    ],
+)
+def test_caches_of_different_sizes_are_refused(taken: tuple[slice, ...], named: str) -> None:
     q, k, v = operands()
-    with pytest.raises(fg.InputError, match="different numbers of pages"):
-        OP(q, k, v[:3], **tables())
+    with pytest.raises(fg.InputError, match=f"different {named}") as raised:
+        OP(q, k, v[taken], **tables())
+    assert "caches [pages, heads_kv, page_size, head_dim]" in raised.value.way_out
+
+
+def test_a_cache_without_heads_has_a_way_out_that_works() -> None:
+    q, k, v = (x[:, :1] for x in operands())
+    with pytest.raises(fg.InputError, match="k has 3 dimensions") as raised:
+        OP(q, k[:, 0], v[:, 0], **tables())
+    assert "expected [pages, heads_kv, page_size, head_dim]" in raised.value.numbers
+    assert raised.value.way_out.startswith("k.unsqueeze(1)")
+    mended = (x[:, 0].unsqueeze(1) for x in (k, v))
+    assert torch.equal(OP(q, *mended, **tables()), OP(q, k, v, **tables()))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from flashgen.shared.signature import PAGE_NAMES, SCALE_NAMES, CallSignature
 
 Tensor = torch.Tensor
 
+CACHE_AXES = "[pages, heads_kv, page_size, head_dim]"
+
 
 def check_positions_of_pages(q_offset: object, k_offset: object) -> None:
     """Checks the offsets of a call with a paged cache.
@@ -46,20 +48,21 @@ def check_caches(k: Tensor, v: Tensor) -> None:
     """Checks the sizes of caches, which may be symbols.
 
     Raises:
-        InputError: k and v have different numbers of pages, or pages hold no keys.
+        InputError: k and v have different numbers of pages, heads or slots, or pages hold no keys.
     """
-    if is_known(k.shape[0] != v.shape[0]):
-        refuse(
-            "k and v have different numbers of pages",
-            "argument v",
-            f"k {shape_of(k)}, v {shape_of(v)}",
-            "caches [pages, heads_kv, page_size, head_dim] with the same first three dimensions",
-        )
+    for axis, counted in enumerate(("numbers of pages", "numbers of heads", "page sizes")):
+        if is_known(k.shape[axis] != v.shape[axis]):
+            refuse(
+                f"k and v have different {counted}",
+                "argument v",
+                f"k {shape_of(k)}, v {shape_of(v)}",
+                f"caches {CACHE_AXES} with the same first three dimensions",
+            )
     if is_known(k.shape[2] == 0):
         refuse(
             "a page holds no keys",
             "argument k",
-            f"shape {shape_of(k)}: [pages, heads_kv, page_size, head_dim]",
+            f"shape {shape_of(k)}: {CACHE_AXES}",
             "pages of at least one slot",
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from flashgen.calls.runtime.arguments.pages import check_caches
+from flashgen.calls.runtime.arguments.pages import CACHE_AXES, check_caches
 from flashgen.calls.runtime.arguments.refusals import check_is_tensor, is_known, refuse, shape_of
 from flashgen.shared.call import Operands, OutputGradients, Tangents
 from flashgen.shared.dtypes import (
@@ -95,12 +95,16 @@ def _check_operand(
     check_is_tensor(name, value, "torch.as_tensor(...)", local=not traced)
     if value.dim() != 4:
         axes = "[batch, heads, seq, head_dim]"
+        way_out = f"{name}.unsqueeze(0) for a missing batch; {name}.unflatten(2, (heads, -1))"
+        way_out += ".transpose(1, 2) for [batch, seq, heads * head_dim]"
+        if signature.paged and name != "q":
+            axes = CACHE_AXES
+            way_out = f"{name}.unsqueeze(1) for one head, [pages, page_size, head_dim]"
         refuse(
             f"{name} has {value.dim()} dimensions, not 4",
             f"argument {name}",
             f"shape {shape_of(value)}; expected {axes}",
-            f"{name}.unsqueeze(0) for a missing batch; q.unflatten(2, (heads, -1)).transpose(1, 2) "
-            "for [batch, seq, heads * head_dim]",
+            way_out,
         )
     if name != "q" and signature.kv_dtype is not None:
         if dtype_name(value.dtype) != signature.kv_dtype:
