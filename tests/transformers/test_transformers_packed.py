@@ -33,6 +33,7 @@ from tests.support.transformers_models import tiny
 
 Tensor = torch.Tensor
 LENGTHS = (7, 1, 12)
+LEFT_OUT = torch.arange(20) >= 8  # from here on, positions have been left out
 
 
 def flattened(**options: Any) -> dict[str, Any]:
@@ -247,6 +248,24 @@ def test_the_one_position_of_a_model_without_positions_is_no_packed_one() -> Non
         model.set_attn_implementation("eager")
         expected = model(**given, attention_mask=padding).action_preds
     torch.testing.assert_close(found[padding == 1], expected[padding == 1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [torch.zeros(20, dtype=torch.int64), torch.arange(20) * 2, torch.arange(20) + 9 * LEFT_OUT],
+    ids=["one for all", "every second", "some left out"],
+)
+def test_positions_that_are_left_out_or_the_same_begin_no_sample(positions: Tensor) -> None:
+    """Others attend across them, except where the mask of transformers keeps them apart."""
+    draw = torch.Generator().manual_seed(6)
+    given = {"input_ids": torch.randint(3, 97, (2, 20), generator=draw)}
+    given |= {"position_ids": positions.expand(2, -1)}
+    fg, eager = (tiny("llama").model(name) for name in ("fg", "eager"))
+    ones = torch.ones_like(given["input_ids"])
+    for options in ({"use_cache": True}, {"use_cache": False}, {"attention_mask": ones}):
+        with torch.no_grad():
+            found, expected = (model(**given, **options).logits for model in (fg, eager))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_positions_beside_a_mask_without_padding_are_refused() -> None:

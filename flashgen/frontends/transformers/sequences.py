@@ -189,13 +189,12 @@ def check_positions(
         return  # a part of a sequence, whose other part is in a cache
     if not torch.compiler.is_compiling() and not has_values(positions):
         return
-    begins = _begins(positions)
+    # A model without positions gives the same one everywhere, as Decision Transformer, and no row
+    # goes on then.
+    begins = _begins(positions) & (positions != positions[..., :1]).any()
     if padding is not None:
         real = padding.to(positions.device, torch.bool)
-        # Positions of padding count from anywhere. A model without positions gives the same one
-        # everywhere, as Decision Transformer, and no row goes on then.
-        counted = (positions != positions[..., :1]).any()
-        begins = begins & real[:, 1:] & real[:, :-1] & counted
+        begins = begins & real[:, 1:] & real[:, :-1]  # positions of padding count from anywhere
     numbers_like = [x for x in read if x.dtype == torch.int64 and x.shape == (batch, rows)]
     if torch.compiler.is_compiling():
         if not numbers_like:
@@ -205,8 +204,10 @@ def check_positions(
         return
     if elements is not None and _keeps_apart(elements, begins, padding, sizes):
         return
-    packs = torch.nn.functional.pad(begins.cumsum(-1), (1, 0)).expand(batch, -1)
-    apart = any(torch.equal(packs, x) for x in numbers_like)
+    apart = any(torch.equal(_numbers_from(begins, batch), x) for x in numbers_like)
+    if positions.dim() == 2:  # transformers also numbers anew where positions are left out
+        packs = _numbers_from(positions.diff(dim=-1) != 1, batch)
+        apart = apart or any(torch.equal(packs, x) for x in numbers_like)
     if padding is not None or not apart:
         raise InputError(
             "position_ids start again within a row, and the mask does not keep its samples apart",
@@ -221,15 +222,22 @@ def check_positions(
 def _begins(positions: Tensor) -> Tensor:
     """Whether a row is the first of a sequence, from the second on: bool [batch or 1, rows - 1].
 
-    With several axes only a return to the origin begins one: those of an image go back and forth,
-    and those of a video's frames and sound are taken in turns, with places that both have.
+    Positions that are left out begin none: models are trained with them for longer contexts, and
+    parts of a prompt that a user has removed leave them. With several axes only a return to the
+    origin begins one: those of an image go back and forth, and those of a video's frames and sound
+    are taken in turns, with places that both have.
 
     Args:
         positions: int [batch or 1, rows], or [axes, batch or 1, rows].
     """
     if positions.dim() == 2:
-        return positions.diff(dim=-1) != 1
+        return positions.diff(dim=-1) <= 0
     return (positions[:, :, 1:] <= 0).all(0)
+
+
+def _numbers_from(begins: Tensor, batch: int) -> Tensor:
+    """The number of each row's sequence, int64 [batch, rows]."""
+    return torch.nn.functional.pad(begins.cumsum(-1), (1, 0)).expand(batch, -1)
 
 
 def _keeps_apart(
@@ -245,7 +253,7 @@ def _keeps_apart(
     """
     if sizes[2] != sizes[3] or mask.shape[2] != sizes[2]:
         return False
-    numbers = torch.nn.functional.pad(begins.cumsum(-1), (1, 0)).to(mask.device)
+    numbers = _numbers_from(begins, begins.shape[0]).to(mask.device)
     others = numbers[:, None, :, None] != numbers[:, None, None, :]
     if padding is not None:
         others = others & padding.to(mask.device, torch.bool)[:, None, :, None]
