@@ -55,13 +55,13 @@ def _norm(
     return torch.where(total == 0, of_zero, root)
 
 
-def _times_log(x: Tensor, y: Tensor) -> Tensor:
+def _times_log(log: Callable[[Tensor], Tensor], pole: int) -> Callable[..., Tensor]:
     """x log(y), which is 0 where x is and log(y) is infinite or NaN, unless y is NaN."""
-    return torch.where((x == 0) & ((y <= 0) | (y == math.inf)), 0.0, x * torch.log(y))
 
+    def rule(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where((x == 0) & ((y <= pole) | (y == math.inf)), 0.0, x * log(y))
 
-def _times_log_of_one_plus(x: Tensor, y: Tensor) -> Tensor:
-    return torch.where((x == 0) & ((y <= -1) | (y == math.inf)), 0.0, x * torch.log1p(y))
+    return rule
 
 
 def _index_of_extremum(name: str) -> Callable[..., Tensor]:
@@ -245,8 +245,8 @@ RULES: dict[str, Callable[..., Any]] = {
         _deviation(x, dim, **how),
         torch.mean(x, dim, how.get("keepdim", False)),
     ),
-    "aten::xlogy": _times_log,
-    "aten::special_xlog1py": _times_log_of_one_plus,
+    "aten::xlogy": _times_log(torch.log, 0),
+    "aten::special_xlog1py": _times_log(torch.log1p, -1),
     "aten::constant_pad_nd": _padded,
     "aten::sort": _sorted,
     "aten::topk": _largest,

@@ -204,10 +204,10 @@ def check_positions(
         return
     if elements is not None and _keeps_apart(elements, begins, padding, sizes):
         return
-    apart = any(torch.equal(_numbers_from(begins, batch), x) for x in numbers_like)
+    packs = [_numbers_from(begins, batch)]
     if positions.dim() == 2:  # transformers also numbers anew where positions are left out
-        packs = _numbers_from(positions.diff(dim=-1) != 1, batch)
-        apart = apart or any(torch.equal(packs, x) for x in numbers_like)
+        packs.append(_numbers_from(positions.diff(dim=-1) != 1, batch))
+    apart = any(torch.equal(numbers, x) for numbers in packs for x in numbers_like)
     if padding is not None or not apart:
         raise InputError(
             "position_ids start again within a row, and the mask does not keep its samples apart",

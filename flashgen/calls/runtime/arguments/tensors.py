@@ -178,12 +178,12 @@ def _check_memory(name: str, value: Tensor) -> None:
         )
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+
+
 def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compares the operands. Sizes may be symbols; an undecidable comparison passes."""
-
-    def shapes() -> str:
-        return f"q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
-
     if not q.device == k.device == v.device:
         refuse(
             "q, k and v are on different devices",
@@ -199,20 +199,41 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
             refuse(
                 f"the last dimension of {name} is not the spec's {option}",
                 f"argument {name}",
-                f"{shapes()}; spec {signature.name} has {option} {wanted[name]}",
+                f"{_shapes(q, k, v)}; spec {signature.name} has {option} {wanted[name]}",
                 _way_out_of_head_dim(name, option, shape_of(tensor)[3], wanted[name])
                 + ("" if alike else ", and as many columns in both of q and k"),
             )
     if signature.paged:
         check_caches(k, v)
-    for name, tensor in () if signature.paged else (("k", k), ("v", v)):
+    else:
+        _check_contiguous(q, k, v)
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if is_known(heads_q != 0) and is_known(heads_kv == 0):
+        refuse(
+            "k and v have no heads, and q has some",
+            "arguments k and v",
+            _shapes(q, k, v),
+            f"k and v with {shape_of(q)[1]} heads, or with a number that divides it",
+        )
+    if is_known(heads_q != 0) and is_known(heads_q % heads_kv != 0):
+        refuse(
+            "the heads of q cannot be divided among the heads of k and v",
+            "argument q",
+            f"{shape_of(q)[1]} heads in q, {shape_of(k)[1]} in k and v; {_shapes(q, k, v)}",
+            "a number of query heads that is a multiple of the number of key heads",
+        )
+
+
+def _check_contiguous(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Compares the batch entries of operands without pages, and the heads and keys of k and v."""
+    for name, tensor in (("k", k), ("v", v)):
         if is_known(tensor.shape[0] != q.shape[0]):
             q_batch, batch = shape_of(q)[0], shape_of(tensor)[0]
             narrow, entries = ("q", batch) if q_batch == 1 else (name, q_batch)
             refuse(
                 f"{name} does not have the batch of q",
                 f"argument {name}",
-                shapes(),
+                _shapes(q, k, v),
                 f"{narrow}.expand({entries}, -1, -1, -1) to share one entry; it copies nothing"
                 if 1 in (q_batch, batch)
                 else "q, k and v with the same number of batch entries",
@@ -222,24 +243,9 @@ def _check_together(signature: CallSignature, q: Tensor, k: Tensor, v: Tensor) -
             refuse(
                 f"k and v differ in {size_name}",
                 "argument v",
-                shapes(),
+                _shapes(q, k, v),
                 "k [batch, heads_kv, seq_k, head_dim] and v [batch, heads_kv, seq_k, head_dim_v]",
             )
-    heads_q, heads_kv = q.shape[1], k.shape[1]
-    if is_known(heads_q != 0) and is_known(heads_kv == 0):
-        refuse(
-            "k and v have no heads, and q has some",
-            "arguments k and v",
-            shapes(),
-            f"k and v with {shape_of(q)[1]} heads, or with a number that divides it",
-        )
-    if is_known(heads_q != 0) and is_known(heads_q % heads_kv != 0):
-        refuse(
-            "the heads of q cannot be divided among the heads of k and v",
-            "argument q",
-            f"{shape_of(q)[1]} heads in q, {shape_of(k)[1]} in k and v; {shapes()}",
-            "a number of query heads that is a multiple of the number of key heads",
-        )
 
 
 def _way_out_of_head_dim(name: str, option: str, dim: int, wanted: int) -> str:
